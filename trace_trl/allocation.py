@@ -1,0 +1,446 @@
+"""
+Where a sampling budget is spent: the two allocation stages of TRACE (arXiv 2606.11119) and the baselines' choices.
+
+    stage 1   values of all candidate prompts      ── allocate_roots ──>     bare rollouts per prompt, m_i
+    stage 2   values of one prompt's prefixes and  ── allocate_prefixes ──>  continuations per prefix, k_jt
+              the outcomes of its bare rollouts
+
+A value is the predicted chance of success from a history on. Both stages maximise the expected number of contrasts: of
+prompts whose rollouts show both outcomes, and of prefixes where a continuation flips the outcome already seen. Pure
+functions on numbers: the same arguments give the same counts on every process. This module knows nothing of torch,
+TRL or trees.
+
+`ROOT_ALLOCATORS` and `PREFIX_ALLOCATORS` hold the choices by name, each kind with one signature:
+
+    counts = ROOT_ALLOCATORS[name](values, budget=..., max_per_root=..., group_size=..., seed=...)
+    counts = PREFIX_ALLOCATORS[name](values, successes, budget=..., seed=...)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+
+Seed: TypeAlias = "int | np.random.Generator | None"
+
+# Marginals closer than this, relative to their size, are ties: 0.3 and 0.7 differ in the last bits of v(1 - v).
+TIE_TOLERANCE = 1e-12
+
+
+def root_utility(value: npt.ArrayLike, count: npt.ArrayLike) -> np.ndarray:
+    """Chance that `count` rollouts of a prompt show both outcomes (stage 1 of arXiv 2606.11119):
+
+        U_root(v, m) = 1 - v^m - (1 - v)^m   for m >= 1,   U_root(v, 0) = 0
+
+    Args:
+        value (array-like of `float`): predicted success rates in [0, 1].
+        count (array-like of `int`): rollouts, broadcast against `value`.
+
+    Returns:
+        `np.ndarray` of the broadcast shape.
+    """
+    v, m = np.asarray(value, dtype=np.float64), np.asarray(count)
+    return np.where(m < 2, 0.0, 1.0 - v**m - (1.0 - v) ** m)
+
+
+def prefix_utility(repeat: npt.ArrayLike, count: npt.ArrayLike) -> np.ndarray:
+    """Chance that at least one of `count` continuations flips the factual outcome (stage 2 of arXiv 2606.11119):
+
+        U_pref(q, k) = 1 - q^k
+
+    Args:
+        repeat (array-like of `float`): chances `q = r v + (1 - r)(1 - v)` that a continuation repeats the outcome.
+        count (array-like of `int`): continuations, broadcast against `repeat`.
+
+    Returns:
+        `np.ndarray` of the broadcast shape.
+    """
+    return 1.0 - np.asarray(repeat, dtype=np.float64) ** np.asarray(count)
+
+
+def utility_roots(values: npt.ArrayLike, counts: npt.ArrayLike) -> float:
+    """Objective of stage 1, `sum_i U_root(v_i, m_i)`: the expected number of prompts that show both outcomes."""
+    return float(root_utility(values, counts).sum())
+
+
+def utility_prefixes(values: npt.ArrayLike, successes: npt.ArrayLike, counts: npt.ArrayLike) -> float:
+    """Objective of stage 2, `sum_jt U_pref(q_jt, k_jt)`: the expected number of prefixes whose outcome is flipped.
+
+    Args:
+        values, successes: as in [`allocate_prefixes`].
+        counts (array-like of `int`, shape `(prefixes,)`): continuations per prefix.
+    """
+    v, r = np.asarray(values, dtype=np.float64), np.asarray(successes, dtype=np.float64)
+    return float(prefix_utility(r * v + (1 - r) * (1 - v), counts).sum())
+
+
+def allocate_roots(values: npt.ArrayLike, budget: int, max_per_root: int, seed: Seed = None) -> np.ndarray:
+    """Stage 1 of TRACE (arXiv 2606.11119), solved exactly: bare rollouts for every prompt of the candidate pool.
+
+        maximise  sum_i U_root(v_i, m_i)   subject to  sum_i m_i = budget,  m_i in {0} or [2, max_per_root]
+
+    Among equal optima, one that enters the most prompts; what is left open by that goes to the prompts with the fewest
+    rollouts, in a random order given by `seed`.
+
+    Args:
+        values (array-like of `float`, shape `(prompts,)`): predicted success rates in [0, 1].
+        budget (`int`): bare rollouts to spend, all of them.
+        max_per_root (`int`): most rollouts one prompt may get.
+        seed (`int`, `np.random.Generator` or `None`): order among ties; `None` takes them in pool order.
+
+    Returns:
+        `np.ndarray` of `int64`, shape `(prompts,)`.
+
+    Raises:
+        ValueError: if a value is not in [0, 1], or if no allocation spends exactly `budget`: a budget that is
+            negative, 1, above `prompts * max_per_root`, or odd with `max_per_root=2`; `max_per_root` below 2.
+
+    Cost: `O((prompts + budget) log(max_per_root))`.
+    """
+    # The only constraint that is not concave is m_i != 1. Sharing the worth of the first two rollouts, 2 v(1 - v),
+    # between them gives unit marginals v(1 - v) three times and then falling: the concave envelope, equal to U_root at
+    # every permitted m. Let t be the marginal of the last unit that a greedy choice on the envelope takes. An
+    # allocation falls short of the envelope's optimum by |marginal - t| for each unit above t that it leaves and each
+    # unit below t that it takes, and by nothing else.
+    #
+    # With all units above t taken, the remainder is made of units at t: of prompts not yet entered (2 or 3 units, not
+    # 1) and further rollouts of entered prompts (any number). That works without loss unless the remainder is 1 and no
+    # entered prompt has a unit at t. Then an allocation must take a unit below t or leave one above t, and one such
+    # unit suffices: give an entered prompt its best unit below t, or take the worst unit above t away and enter a
+    # prompt at t with two. Entering a prompt below t, which takes two units, would also need one above t to be left,
+    # so it is never better. The cheaper of the two repairs is the optimum.
+    v = _check_values(values)
+    budget = _check_budget(budget, "rollout budget")
+    _check_root_budget(v.size, budget, max_per_root)
+    counts = np.zeros(v.size, dtype=np.int64)
+    if budget == 0:
+        return counts
+    rank = _tie_ranks(v.size, seed)
+    level = _Level(lambda owners, units: _root_marginals(v[owners], units), v.size, budget, max_per_root)
+
+    counts, room, left = level.counts, level.room, budget - int(level.counts.sum())
+    open_prompts = np.flatnonzero((counts == 0) & (room > 0))
+    open_prompts = open_prompts[np.argsort(rank[open_prompts])]
+    entered = open_prompts[: left // 2]
+    counts[entered] = 2
+    room[entered] -= 2
+    room[counts == 0] = 0
+    left -= 2 * entered.size
+    if left <= room.sum():
+        return _raise_lowest(counts, room, left, rank)
+
+    active = np.flatnonzero(counts)
+    lasts = _root_marginals(v[active], counts[active])
+    nexts = np.where(counts[active] < max_per_root, _root_marginals(v[active], counts[active] + 1), -np.inf)
+    loss_of_entering = lasts.min() - level.threshold
+    loss_of_adding = level.threshold - nexts.max()
+    if loss_of_entering <= loss_of_adding + TIE_TOLERANCE * level.threshold:
+        tied = active[lasts <= lasts.min() * (1 + TIE_TOLERANCE)]
+        counts[tied[np.lexsort((rank[tied], -counts[tied]))[0]]] -= 1
+        counts[open_prompts[0]] = 2
+    else:
+        tied = active[nexts >= nexts.max() * (1 - TIE_TOLERANCE)]
+        counts[tied[np.lexsort((rank[tied], counts[tied]))[0]]] += 1
+    return counts
+
+
+def allocate_prefixes(values: npt.ArrayLike, successes: npt.ArrayLike, budget: int, seed: Seed = None) -> np.ndarray:
+    """Stage 2 of TRACE (arXiv 2606.11119), solved exactly: continuations for every prefix of one prompt's rollouts.
+
+        q = r v + (1 - r)(1 - v)
+        maximise  sum_jt (1 - q_jt^k_jt)   subject to  sum_jt k_jt = budget
+
+    The marginal of a further continuation, `q^k (1 - q)`, falls with k: the greedy choice is the optimum. Among equal
+    optima the continuations are spread over the prefixes with the fewest, in a random order given by `seed`.
+
+    Args:
+        values (array-like of `float`, shape `(prefixes,)`): predicted success rates in [0, 1] at the prefixes (j, t).
+        successes (array-like of `bool` or 0/1, shape `(prefixes,)`): factual outcome `r_j` of the rollout that the
+            prefix belongs to.
+        budget (`int`): continuations to spend, all of them.
+        seed (`int`, `np.random.Generator` or `None`): order among ties; `None` takes them in the order given.
+
+    Returns:
+        `np.ndarray` of `int64`, shape `(prefixes,)`.
+
+    Raises:
+        ValueError: if a value is not in [0, 1], a success neither 0 nor 1, the lengths differ, `budget` is negative,
+            or `budget` is positive and there is no prefix.
+
+    Cost: `O((prefixes + budget) log(budget))`.
+    """
+    v = _check_values(values)
+    r = _check_successes(successes, v.size)
+    budget = _check_budget(budget, "continuation budget")
+    _check_prefix_budget(v.size, budget)
+    if budget == 0:
+        return np.zeros(v.size, dtype=np.int64)
+    repeat, flip = np.where(r, v, 1.0 - v), np.where(r, 1.0 - v, v)
+    level = _Level(
+        lambda owners, units: flip[owners] * repeat[owners] ** (units - 1), v.size, budget, max_per_owner=budget
+    )
+    return _raise_lowest(level.counts, level.room, budget - int(level.counts.sum()), _tie_ranks(v.size, seed))
+
+
+def uniform_roots(count: int, budget: int, max_per_root: int, group_size: float) -> np.ndarray:
+    """The same number of bare rollouts for each of the first prompts of the pool, as GRPO samples them.
+
+    `budget // group_size` prompts share the budget evenly; the first ones get the remainder, one each. There are more
+    prompts where `max_per_root` would be exceeded, fewer where one would get less than 2 rollouts or the pool ends.
+
+    Args:
+        count (`int`): prompts in the pool.
+        budget, max_per_root: as in [`allocate_roots`].
+        group_size (`float`): rollouts per prompt that are wanted on average.
+
+    Returns:
+        `np.ndarray` of `int64`, shape `(count,)`.
+
+    Raises:
+        ValueError: as [`allocate_roots`], or if `group_size` is not positive.
+    """
+    budget = _check_budget(budget, "rollout budget")
+    _check_root_budget(count, budget, max_per_root)
+    if not group_size > 0:
+        raise ValueError(f"The group size is {group_size}: ask for a positive number of rollouts per prompt.")
+    counts = np.zeros(count, dtype=np.int64)
+    if budget == 0:
+        return counts
+    # The two bounds never cross: a budget that passed the check has ceil(budget / max_per_root) <= budget // 2.
+    most, fewest = min(count, budget // 2), -(-budget // max_per_root)
+    prompts = max(fewest, min(most, int(budget // group_size)))
+    counts[:prompts] = budget // prompts
+    counts[: budget % prompts] += 1
+    return counts
+
+
+def pcl_roots(
+    values: npt.ArrayLike, budget: int, max_per_root: int, group_size: float, seed: Seed = None
+) -> np.ndarray:
+    """The counts of [`uniform_roots`] for the prompts whose value is nearest 0.5, as in PCL (arXiv 2510.01135).
+
+    Args:
+        values, budget, max_per_root: as in [`allocate_roots`].
+        group_size (`float`): rollouts per prompt that are wanted on average.
+        seed (`int`, `np.random.Generator` or `None`): order among equally near prompts; `None` takes pool order.
+
+    Returns:
+        `np.ndarray` of `int64`, shape `(prompts,)`.
+
+    Raises:
+        ValueError: as [`uniform_roots`], or if a value is not in [0, 1].
+    """
+    v = _check_values(values)
+    counts = np.empty(v.size, dtype=np.int64)
+    distance = np.round(np.abs(v - 0.5) / TIE_TOLERANCE)
+    counts[np.lexsort((_tie_ranks(v.size, seed), distance))] = uniform_roots(v.size, budget, max_per_root, group_size)
+    return counts
+
+
+def uniform_prefixes(count: int, budget: int, seed: Seed = None) -> np.ndarray:
+    """The same number of continuations for every prefix; the remainder goes, one each, to prefixes chosen by `seed`.
+
+    Args:
+        count (`int`): prefixes.
+        budget (`int`): continuations to spend, all of them.
+        seed (`int`, `np.random.Generator` or `None`): who gets the remainder; `None` gives it to the first ones.
+
+    Returns:
+        `np.ndarray` of `int64`, shape `(count,)`.
+
+    Raises:
+        ValueError: if `budget` is negative, or positive and there is no prefix.
+    """
+    budget = _check_budget(budget, "continuation budget")
+    _check_prefix_budget(count, budget)
+    if budget == 0:
+        return np.zeros(count, dtype=np.int64)
+    return budget // count + (_tie_ranks(count, seed) < budget % count)
+
+
+def random_prefixes(count: int, budget: int, seed: Seed = None) -> np.ndarray:
+    """Every continuation at a prefix drawn uniformly and independently of the others (TreePO-style).
+
+    Args:
+        count (`int`): prefixes.
+        budget (`int`): continuations to spend, all of them.
+        seed (`int`, `np.random.Generator` or `None`): as for `np.random.default_rng`: `None` differs at every call.
+
+    Returns:
+        `np.ndarray` of `int64`, shape `(count,)`.
+
+    Raises:
+        ValueError: if `budget` is negative, or positive and there is no prefix.
+    """
+    budget = _check_budget(budget, "continuation budget")
+    _check_prefix_budget(count, budget)
+    if budget == 0:
+        return np.zeros(count, dtype=np.int64)
+    return np.bincount(np.random.default_rng(seed).integers(count, size=budget), minlength=count).astype(np.int64)
+
+
+def _active_roots(values, *, budget, max_per_root, group_size, seed=None):
+    return allocate_roots(values, budget, max_per_root, seed)
+
+
+def _uniform_roots(values, *, budget, max_per_root, group_size, seed=None):
+    return uniform_roots(len(values), budget, max_per_root, group_size)
+
+
+def _pcl_roots(values, *, budget, max_per_root, group_size, seed=None):
+    return pcl_roots(values, budget, max_per_root, group_size, seed)
+
+
+def _active_prefixes(values, successes, *, budget, seed=None):
+    return allocate_prefixes(values, successes, budget, seed)
+
+
+def _uniform_prefixes(values, successes, *, budget, seed=None):
+    return uniform_prefixes(len(values), budget, seed)
+
+
+def _random_prefixes(values, successes, *, budget, seed=None):
+    return random_prefixes(len(values), budget, seed)
+
+
+ROOT_ALLOCATORS: dict[str, Callable[..., np.ndarray]] = {
+    "active": _active_roots,
+    "uniform": _uniform_roots,
+    "pcl": _pcl_roots,
+}
+
+PREFIX_ALLOCATORS: dict[str, Callable[..., np.ndarray]] = {
+    "active": _active_prefixes,
+    "uniform": _uniform_prefixes,
+    "random": _random_prefixes,
+}
+
+
+def _root_marginals(v: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """Worth of the `units`-th rollout on the concave envelope of `U_root`; the arguments are broadcast."""
+    exponents = np.maximum(units - 2, 1)
+    tail = np.where(units <= 3, 1.0, v**exponents + (1.0 - v) ** exponents)
+    return v * (1.0 - v) * tail
+
+
+class _Level:
+    """Cuts falling sequences of unit marginals at the worth of the `budget`-th best unit, without a heap.
+
+    Units are looked at in blocks of doubling depth. An owner whose last seen unit is above the running threshold has
+    all its seen units above it, so a block of depth d holds at most `budget / d` owners: each block costs `O(budget)`.
+
+    Attributes:
+        threshold (`float`): marginal of the `budget`-th best unit.
+        counts (`np.ndarray` of `int64`, shape `(owners,)`): units above the threshold.
+        room (`np.ndarray` of `int64`, shape `(owners,)`): units at the threshold.
+    """
+
+    def __init__(
+        self,
+        marginals: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        owners: int,
+        budget: int,
+        max_per_owner: int,
+    ):
+        self.threshold = -np.inf
+        worth, owner = np.empty(0), np.empty(0, dtype=np.int64)
+        live, depth, width = np.arange(owners), 0, 3
+        while live.size and depth < max_per_owner:
+            units = np.arange(depth + 1, min(depth + width, max_per_owner) + 1)
+            block = marginals(live[:, None], units)
+            worth, owner = np.concatenate([worth, block.ravel()]), np.concatenate([owner, np.repeat(live, units.size)])
+            if worth.size >= budget:
+                self.threshold = float(np.partition(worth, worth.size - budget)[worth.size - budget])
+                kept = worth >= self.threshold * (1 - TIE_TOLERANCE)
+                worth, owner = worth[kept], owner[kept]
+            live = live[block[:, -1] > self.threshold]
+            depth += units.size
+            width = depth
+        above = worth > self.threshold * (1 + TIE_TOLERANCE)
+        self.counts = np.bincount(owner[above], minlength=owners).astype(np.int64)
+        self.room = np.bincount(owner[~above], minlength=owners).astype(np.int64)
+        if self.threshold == 0:
+            # Worthless units never end, and the blocks stop among them.
+            self.room = max_per_owner - self.counts
+
+
+def _raise_lowest(counts: np.ndarray, room: np.ndarray, extra: int, rank: np.ndarray) -> np.ndarray:
+    """Adds `extra` units where there is room, always to the lowest count, by `rank` among equal counts."""
+    top = counts + room
+    low, high = 0, int(top.max())  # low: a level all counts can be raised to within `extra`
+    while low < high:
+        middle = (low + high + 1) // 2
+        if int((np.clip(middle, counts, top) - counts).sum()) <= extra:
+            low = middle
+        else:
+            high = middle - 1
+    raised = np.clip(low, counts, top)
+    last = np.flatnonzero((raised == low) & (top > low))
+    raised[last[np.argsort(rank[last])[: extra - int((raised - counts).sum())]]] += 1
+    return raised
+
+
+def _tie_ranks(count: int, seed: Seed) -> np.ndarray:
+    return np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
+
+
+def _check_values(values: npt.ArrayLike) -> np.ndarray:
+    v = np.asarray(values, dtype=np.float64)
+    if v.ndim != 1:
+        raise ValueError(f"Values have shape {v.shape}: pass one value per anchor, in one dimension.")
+    wrong = ~((v >= 0) & (v <= 1))  # `nan` compares false
+    if wrong.any():
+        raise ValueError(
+            f"Value {v[wrong][0]} at position {int(np.argmax(wrong))} is no chance of success: pass values in [0, 1]."
+        )
+    return v
+
+
+def _check_successes(successes: npt.ArrayLike, count: int) -> np.ndarray:
+    r = np.asarray(successes)
+    if r.shape != (count,):
+        raise ValueError(f"Successes have shape {r.shape} for {count} values: pass one outcome per prefix.")
+    if not np.isin(r, (0, 1)).all():
+        raise ValueError(
+            "An outcome is neither 0 nor 1: pass whether each prefix's rollout succeeded, not its reward."
+        )
+    return r.astype(bool)
+
+
+def _check_budget(budget: int, name: str) -> int:
+    budget = operator.index(budget)
+    if budget < 0:
+        raise ValueError(f"The {name} is {budget}: set it to 0 or more.")
+    return budget
+
+
+def _check_root_budget(count: int, budget: int, max_per_root: int) -> None:
+    if budget == 0:
+        return
+    if count == 0:
+        raise ValueError(f"There are {budget} rollouts to spend and no prompt: pass at least one candidate.")
+    if max_per_root < 2:
+        raise ValueError(f"max_per_root is {max_per_root}: raise it to 2 or more, a lone rollout shows no contrast.")
+    if budget == 1:
+        raise ValueError("The rollout budget is 1: raise it to 2 or more, a lone rollout shows no contrast.")
+    if max_per_root == 2 and budget % 2:
+        raise ValueError(
+            f"The rollout budget {budget} is odd and max_per_root is 2: make the budget even or raise max_per_root."
+        )
+    if budget > count * max_per_root:
+        raise ValueError(
+            f"The rollout budget {budget} exceeds {count} prompts x max_per_root {max_per_root} = "
+            f"{count * max_per_root}: enlarge the candidate pool, raise max_per_root, or lower the budget."
+        )
+
+
+def _check_prefix_budget(count: int, budget: int) -> None:
+    if budget > 0 and count == 0:
+        raise ValueError(
+            f"There are {budget} continuations to spend and no prefix: pass at least one eligible prefix."
+        )

@@ -1,0 +1,360 @@
+"""Configuration of [`TRACETrainer`]: every knob, and the arithmetic of the rollout budget."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from .advantages import ESTIMATORS, TURN_WEIGHTINGS
+from .allocation import PREFIX_ALLOCATORS, ROOT_ALLOCATORS
+from .tree import BACKUPS
+
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONTINUATIONS = 2  # N of the paper's main runs
+# "dapo" is uniform allocation whose groups without contrast are replaced while the pool lasts
+ROOT_ALLOCATIONS = (*ROOT_ALLOCATORS, "dapo")
+PREFIX_ALLOCATIONS = tuple(PREFIX_ALLOCATORS)
+
+
+@dataclass
+class TRACEConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`TRACETrainer`].
+
+    This class includes only the parameters that are specific to TRACE training. For a full list of training arguments,
+    please refer to the [`~trl.GRPOConfig`] documentation.
+
+    The rollout budget follows from TRL's own numbers. With `N = continuations_per_root`, one generation batch holds
+    `generation_batch_size = M * (1 + N)` leaves over all processes: `M` bare rollouts, which stage 1 spends on prompts,
+    and `M * N` continuations, which stage 2 spends on prefixes. The candidate pool holds
+    `candidate_pool_factor * generation_batch_size / num_generations` prompts.
+
+    Using [`~transformers.HfArgumentParser`] we can turn this class into
+    [argparse](https://docs.python.org/3/library/argparse#module-argparse) arguments that can be specified on the
+    command line.
+
+    Parameters:
+        > Parameters that control the rollout budget
+
+        root_allocation (`str`, *optional*, defaults to `"active"`):
+            How bare rollouts are spent on prompts. One of `"active"` (TRACE, stage 1), `"uniform"` (GRPO), `"pcl"` (the
+            candidates with predicted value nearest 0.5), `"dapo"` (uniform; a prompt whose rollouts agree is replaced
+            by another candidate while the pool lasts).
+        prefix_allocation (`str`, *optional*, defaults to `"active"`):
+            How continuations are spent on prefixes. One of `"active"` (TRACE, stage 2), `"uniform"`, `"random"`.
+        continuations_per_root (`int`, *optional*):
+            Continuations `N` per bare rollout. `0` turns stage 2 off. If `None`, it is 2 where `generation_batch_size`
+            can be split that way, and the nearest number that fits otherwise.
+        candidate_pool_factor (`float`, *optional*):
+            Candidates offered to stage 1, as a multiple of the `generation_batch_size / num_generations` prompts that
+            GRPO would use. If `None`, it is 2.0, and 1.0 with `root_allocation="uniform"`.
+        max_rollouts_per_root (`int`, *optional*):
+            Most bare rollouts of one prompt, `m_max`. If `None`, it is `num_generations`.
+        success_threshold (`float`, *optional*, defaults to `0.5`):
+            A leaf is a success if its reward is at least this. Allocation and the predictor see successes; advantages
+            see rewards.
+
+        > Parameters that control the advantages
+
+        advantage_estimator (`str`, *optional*, defaults to `"sibling"`):
+            One of `"sibling"` (TRACE), `"leaf"` (GRPO over a prompt's leaves), `"treerl"`, `"treepo"`, `"tree_grpo"`.
+        turn_weighting (`str`, *optional*, defaults to `"once"`):
+            How a turn shared by several leaves counts in the loss: `"once"` (in one row only), `"per_leaf"` (in every
+            row), `"on_policy"` (weighted by the chance of the path without branching).
+        value_backup (`str`, *optional*, defaults to `"leaf_mean"`):
+            How outcomes are backed up into the predictor's targets: `"leaf_mean"` or `"child_mean"` (unbiased).
+
+        > Parameters that control the success predictor
+
+        train_predictor (`bool`, *optional*):
+            Whether the value head is trained. If `None`, it is trained when an allocation uses it.
+        predictor_hidden_size (`int`, *optional*, defaults to `256`):
+            Width of the value head's hidden layer. `0` makes the head linear.
+        predictor_learning_rate (`float`, *optional*, defaults to `1e-3`):
+            Learning rate of the value head's own AdamW.
+        predictor_weight_decay (`float`, *optional*, defaults to `0.01`):
+            Weight decay of the value head's own AdamW.
+        predictor_passes (`int`, *optional*, defaults to `4`):
+            Mini-batches the value head is trained on at every optimizer step.
+        predictor_batch_size (`int`, *optional*, defaults to `256`):
+            Anchors in one of these mini-batches.
+        predictor_buffer_size (`int`, *optional*, defaults to `4096`):
+            Anchors kept for training: those of the last generation, then the most recent earlier ones.
+
+        > Parameters that control the environment
+
+        max_turns (`int`, *optional*):
+            Most turns of an episode. If `None`, only tokens limit it (and `max_tool_calling_iterations`, with tools).
+        max_turn_length (`int`, *optional*):
+            Most tokens of one turn. If `None`, a turn may use all that is left of `max_completion_length`.
+        turn_stop_strings (`list[str]`, *optional*):
+            Strings that end a turn, besides the end-of-turn token. They stay part of the turn.
+        env_timeout (`float`, *optional*, defaults to `60.0`):
+            Seconds after which a tool call or environment step is given up: the policy reads an error instead.
+        env_max_workers (`int`, *optional*, defaults to `64`):
+            Threads that step synchronous environments.
+
+        > Parameters that control logging
+
+        log_trees (`bool`, *optional*, defaults to `False`):
+            Whether to write every tree as one JSON line under `output_dir/trees/`.
+        tree_log_max_megabytes (`float`, *optional*, defaults to `16.0`):
+            Size at which a tree log file is closed and the next one started.
+        tree_log_max_files (`int`, *optional*, defaults to `8`):
+            Tree log files kept; the oldest are removed.
+        show_rollout_progress (`bool`, *optional*, defaults to `True`):
+            Whether rank 0 shows a progress bar inside a generation and one line per logged step. The bar stays quiet
+            where there is no terminal.
+    """
+
+    # Parameters that control the rollout budget
+    root_allocation: str = field(
+        default="active",
+        metadata={
+            "help": "How bare rollouts are spent on prompts.",
+            "choices": list(ROOT_ALLOCATIONS),
+        },
+    )
+    prefix_allocation: str = field(
+        default="active",
+        metadata={"help": "How continuations are spent on prefixes.", "choices": list(PREFIX_ALLOCATIONS)},
+    )
+    continuations_per_root: int | None = field(
+        default=None,
+        metadata={
+            "help": "Continuations N per bare rollout; `generation_batch_size = M * (1 + N)`. 0 turns stage 2 off. If "
+            "`None`, it is 2 where `generation_batch_size` can be split that way, else the nearest that fits."
+        },
+    )
+    candidate_pool_factor: float | None = field(
+        default=None,
+        metadata={
+            "help": "Candidates offered to stage 1, as a multiple of `generation_batch_size / num_generations`. If "
+            "`None`, it is 2.0, and 1.0 with `root_allocation='uniform'`."
+        },
+    )
+    max_rollouts_per_root: int | None = field(
+        default=None,
+        metadata={"help": "Most bare rollouts of one prompt. If `None`, it is `num_generations`."},
+    )
+    success_threshold: float = field(
+        default=0.5,
+        metadata={"help": "A leaf is a success if its reward is at least this."},
+    )
+
+    # Parameters that control the advantages
+    advantage_estimator: str = field(
+        default="sibling",
+        metadata={"help": "How leaf rewards become one advantage per turn.", "choices": list(ESTIMATORS)},
+    )
+    turn_weighting: str = field(
+        default="once",
+        metadata={
+            "help": "How a turn shared by several leaves counts in the loss.",
+            "choices": list(TURN_WEIGHTINGS),
+        },
+    )
+    value_backup: str = field(
+        default="leaf_mean",
+        metadata={"help": "How outcomes are backed up into the predictor's targets.", "choices": list(BACKUPS)},
+    )
+
+    # Parameters that control the success predictor
+    train_predictor: bool | None = field(
+        default=None,
+        metadata={"help": "Whether the value head is trained. If `None`, it is trained when an allocation uses it."},
+    )
+    predictor_hidden_size: int = field(
+        default=256,
+        metadata={"help": "Width of the value head's hidden layer. 0 makes the head linear."},
+    )
+    predictor_learning_rate: float = field(
+        default=1e-3,
+        metadata={"help": "Learning rate of the value head's own AdamW."},
+    )
+    predictor_weight_decay: float = field(
+        default=0.01,
+        metadata={"help": "Weight decay of the value head's own AdamW."},
+    )
+    predictor_passes: int = field(
+        default=4,
+        metadata={"help": "Mini-batches the value head is trained on at every optimizer step."},
+    )
+    predictor_batch_size: int = field(
+        default=256,
+        metadata={"help": "Anchors in one mini-batch of the value head."},
+    )
+    predictor_buffer_size: int = field(
+        default=4096,
+        metadata={"help": "Anchors kept for training the value head."},
+    )
+
+    # Parameters that control the environment
+    max_turns: int | None = field(
+        default=None,
+        metadata={"help": "Most turns of an episode. If `None`, only tokens (and tool iterations) limit it."},
+    )
+    max_turn_length: int | None = field(
+        default=None,
+        metadata={"help": "Most tokens of one turn. If `None`, all that is left of `max_completion_length`."},
+    )
+    turn_stop_strings: list[str] | None = field(
+        default=None,
+        metadata={"help": "Strings that end a turn, besides the end-of-turn token. They stay part of the turn."},
+    )
+    env_timeout: float | None = field(
+        default=60.0,
+        metadata={"help": "Seconds after which a tool call or environment step is given up."},
+    )
+    env_max_workers: int = field(
+        default=64,
+        metadata={"help": "Threads that step synchronous environments."},
+    )
+
+    # Parameters that control logging
+    log_trees: bool = field(
+        default=False,
+        metadata={"help": "Whether to write every tree as one JSON line under `output_dir/trees/`."},
+    )
+    tree_log_max_megabytes: float = field(
+        default=16.0,
+        metadata={"help": "Size at which a tree log file is closed and the next one started."},
+    )
+    tree_log_max_files: int = field(
+        default=8,
+        metadata={"help": "Tree log files kept; the oldest are removed."},
+    )
+    show_rollout_progress: bool = field(
+        default=True,
+        metadata={"help": "Whether rank 0 shows a progress bar inside a generation and one line per logged step."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_choices()
+        self._check_numbers()
+        self._resolve_budget()
+
+    @property
+    def rollout_budget(self) -> int:
+        """`M`: bare rollouts of one generation batch, over all processes."""
+        return self.generation_batch_size // (1 + self.continuations_per_root)
+
+    @property
+    def candidate_pool_size(self) -> int:
+        """`B`: prompts offered to stage 1 in one generation batch, over all processes; a multiple of their number."""
+        wanted = self.candidate_pool_factor * self.generation_batch_size / self.num_generations
+        return max(1, math.ceil(wanted / self.world_size - 1e-9)) * self.world_size
+
+    @property
+    def rollouts_per_group(self) -> int:
+        """Bare rollouts per prompt of the allocations that do not choose: `num_generations / (1 + N)`, at least 2."""
+        return max(2, self.num_generations // (1 + self.continuations_per_root))
+
+    @property
+    def needs_predictor(self) -> bool:
+        """Whether an allocation reads predicted values."""
+        return self.root_allocation in ("active", "pcl") or (
+            self.continuations_per_root > 0 and self.prefix_allocation == "active"
+        )
+
+    def _check_choices(self) -> None:
+        for name, choices in (
+            ("root_allocation", ROOT_ALLOCATIONS),
+            ("prefix_allocation", PREFIX_ALLOCATIONS),
+            ("advantage_estimator", tuple(ESTIMATORS)),
+            ("turn_weighting", TURN_WEIGHTINGS),
+            ("value_backup", BACKUPS),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"`{name}` is {value!r}: set it to one of {', '.join(map(repr, choices))}.")
+
+    def _check_numbers(self) -> None:
+        for name, least in (
+            ("continuations_per_root", 0),
+            ("max_rollouts_per_root", 2),
+            ("predictor_hidden_size", 0),
+            ("predictor_passes", 1),
+            ("predictor_batch_size", 1),
+            ("predictor_buffer_size", 1),
+            ("max_turns", 1),
+            ("max_turn_length", 1),
+            ("env_max_workers", 1),
+            ("tree_log_max_files", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` is {value}: set it to {least} or more.")
+        for name in ("predictor_learning_rate", "env_timeout", "candidate_pool_factor", "tree_log_max_megabytes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}` is {value}: set it to a number above 0.")
+        if math.isnan(self.success_threshold):
+            raise ValueError("`success_threshold` is NaN: set it to the reward from which a leaf counts as a success.")
+        if self.turn_stop_strings is not None and not all(self.turn_stop_strings):
+            raise ValueError("`turn_stop_strings` holds an empty string, which would end every turn: remove it.")
+        if self.use_vllm:
+            raise ValueError(
+                "`use_vllm=True` is not supported by TRACETrainer yet: set `use_vllm=False`, or "
+                "`use_transformers_continuous_batching=True` for batched paged attention."
+            )
+
+    def _splits(self, batch: int, continuations: int) -> bool:
+        budget, rest = divmod(batch, 1 + continuations)
+        return rest == 0 and budget >= 2 and budget % self.world_size == 0
+
+    def _resolve_budget(self) -> None:
+        batch = self.generation_batch_size
+        if self.continuations_per_root is None:
+            nearest = sorted(range(batch), key=lambda n: (abs(n - DEFAULT_CONTINUATIONS), n))
+            fitting = next((n for n in nearest if self._splits(batch, n)), None)
+            self.continuations_per_root = DEFAULT_CONTINUATIONS if fitting is None else fitting
+            if self.continuations_per_root != DEFAULT_CONTINUATIONS:
+                logger.warning(
+                    f"generation_batch_size={batch} can't be split into M * (1 + {DEFAULT_CONTINUATIONS}) leaves over "
+                    f"{self.world_size} process(es): using continuations_per_root={self.continuations_per_root}. Set "
+                    "`continuations_per_root` to silence this."
+                )
+        group = 1 + self.continuations_per_root
+        if not self._splits(batch, self.continuations_per_root):
+            step = math.lcm(group * self.world_size, self.num_generations, self._micro_batch)
+            below, above = batch // step * step, -(-batch // step) * step
+            # One bare rollout can't show two outcomes
+            valid = [value for value in (below, above, above + step) if value // group >= 2 and value != batch][:2]
+            raise ValueError(
+                f"generation_batch_size={batch} is not M * (1 + continuations_per_root) with "
+                f"continuations_per_root={self.continuations_per_root} and M a multiple of the {self.world_size} "
+                f"process(es), M >= 2: set `generation_batch_size` to {' or '.join(map(str, valid))}, or change "
+                "`continuations_per_root`."
+            )
+        if self.max_rollouts_per_root is None:
+            self.max_rollouts_per_root = self.num_generations
+        if self.candidate_pool_factor is None:
+            self.candidate_pool_factor = 1.0 if self.root_allocation == "uniform" else 2.0
+        budget, most = self.rollout_budget, self.max_rollouts_per_root
+        self.check_pool(self.candidate_pool_size)
+        if most == 2 and budget % 2:
+            raise ValueError(
+                f"M={budget} bare rollouts can't be split into pairs with max_rollouts_per_root=2: set "
+                "`max_rollouts_per_root` to 3 or more, or make M even."
+            )
+
+    @property
+    def _micro_batch(self) -> int:
+        return self.per_device_train_batch_size * self.world_size
+
+    def check_pool(self, pool: int) -> None:
+        """Raises `ValueError` if `pool` candidates can't take the rollout budget."""
+        if pool * self.max_rollouts_per_root < self.rollout_budget:
+            raise ValueError(
+                f"M={self.rollout_budget} bare rollouts don't fit into a pool of {pool} candidates with "
+                f"max_rollouts_per_root={self.max_rollouts_per_root}: raise `max_rollouts_per_root` to at least "
+                f"{-(-self.rollout_budget // pool)}, raise `candidate_pool_factor` (and the number of dataset rows), or "
+                "lower `generation_batch_size`."
+            )

@@ -1,0 +1,77 @@
+"""
+Answer metrics of HotpotQA's evaluation script (Yang et al. 2018): exact match and token F1 after normalisation.
+
+Pure Python, so that reward functions can use them without a metrics package.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = frozenset(string.punctuation)
+
+# An answer of this kind is right or wrong as a whole: "no" in "no one" is not half an answer.
+_CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
+
+
+def normalize_answer(answer: str) -> str:
+    """
+    Lower-cases, drops ASCII punctuation and the articles a, an, the, and collapses white space, in this order.
+
+    Args:
+        answer (`str`):
+            Answer as written.
+
+    Returns:
+        `str`: the form in which two answers are compared.
+    """
+    text = "".join(char for char in answer.lower() if char not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def exact_match(prediction: str, reference: str) -> float:
+    """
+    Whether two answers are equal after [`normalize_answer`].
+
+    Args:
+        prediction (`str`):
+            Answer given.
+        reference (`str`):
+            Right answer.
+
+    Returns:
+        `float`: 1.0 or 0.0.
+    """
+    return float(normalize_answer(prediction) == normalize_answer(reference))
+
+
+def f1_score(prediction: str, reference: str) -> float:
+    """
+    Harmonic mean of token precision and token recall after [`normalize_answer`].
+
+    A yes/no/noanswer on either side scores 0 unless both sides are equal. No token in common scores 0, two empty
+    answers included.
+
+    Args:
+        prediction (`str`):
+            Answer given.
+        reference (`str`):
+            Right answer.
+
+    Returns:
+        `float`: F1 in [0, 1].
+    """
+    predicted, expected = normalize_answer(prediction), normalize_answer(reference)
+    if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
+        return 0.0
+    predicted_tokens, expected_tokens = predicted.split(), expected.split()
+    common = sum((Counter(predicted_tokens) & Counter(expected_tokens)).values())
+    if common == 0:
+        return 0.0
+    precision = common / len(predicted_tokens)
+    recall = common / len(expected_tokens)
+    return 2 * precision * recall / (precision + recall)

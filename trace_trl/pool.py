@@ -1,0 +1,95 @@
+"""
+The candidate pool of one generation, and what is rolled out from it on this process.
+
+    candidates of all processes ─▶ root allocation: m_1 .. m_B, the same on every process
+                                ─▶ every process plays equally many of these rollouts, in the candidates' order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .allocation import ROOT_ALLOCATORS
+from .engine import RootPlan
+from .environments.base import Episode
+from .tree import RolloutTree
+
+
+@dataclass
+class Candidate:
+    """One prompt of the pool: its row, the prompt as its environment's reset left it, and the predicted `v(x_i)`."""
+
+    example: dict[str, Any]
+    prompt: Any
+    prompt_ids: list[int]
+    value: float | None = None
+
+
+def allocate(pool: list[Candidate], args: Any, seed: int) -> list[int]:
+    """Bare rollouts `m_i` of every candidate of the pool, by the configured allocator."""
+    # DAPO starts out uniform; what it resamples depends on outcomes
+    name = "uniform" if args.root_allocation == "dapo" else args.root_allocation
+    counts = ROOT_ALLOCATORS[name](
+        [0.5 if candidate.value is None else candidate.value for candidate in pool],
+        budget=args.rollout_budget,
+        max_per_root=args.max_rollouts_per_root,
+        group_size=args.rollouts_per_group,
+        seed=seed,
+    )
+    return [int(count) for count in counts]
+
+
+def shares(counts: list[int], process_index: int, num_processes: int) -> list[int]:
+    """How many of each candidate's bare rollouts a process plays.
+
+    Args:
+        counts: bare rollouts of every candidate; their sum is a multiple of `num_processes`.
+    """
+    per_process = sum(counts) // num_processes
+    start, end = process_index * per_process, (process_index + 1) * per_process
+    result = []
+    position = 0
+    for count in counts:
+        result.append(max(0, min(position + count, end) - max(position, start)))
+        position += count
+    return result
+
+
+def make_plans(
+    pool: list[Candidate],
+    counts: list[int],
+    own: list[int],
+    local: dict[int, Episode],
+    continuations: int,
+    reset: Callable[[list[tuple[dict[str, Any], Any]]], list[Episode]],
+    with_reserves: bool,
+) -> tuple[list[RootPlan], list[RootPlan]]:
+    """Plans of this process, and plans of candidates that may replace them.
+
+    Args:
+        pool: candidates of all processes.
+        counts: their bare rollouts, over all processes.
+        own: their bare rollouts on this process.
+        local: episodes already reset here, by candidate. Those that no plan takes are closed.
+        continuations: `N`.
+        reset: resets an episode for a candidate that another process has reset.
+        with_reserves: whether candidates of this process that got no rollout are kept as reserves.
+    """
+    plans, reserves = [], []
+    foreign = [index for index, bare in enumerate(own) if bare and index not in local]
+    rows = [(pool[index].example, pool[index].example.get("prompt", pool[index].prompt)) for index in foreign]
+    episodes = {**local, **dict(zip(foreign, reset(rows), strict=True))}
+    for index, (candidate, budget, bare) in enumerate(zip(pool, counts, own, strict=True)):
+        is_reserve = with_reserves and not budget and index in local
+        if bare or is_reserve:
+            tree = RolloutTree.from_prompt(
+                candidate.prompt, candidate.prompt_ids, candidate.example, index=index, budget=budget
+            )
+            tree.root.value = candidate.value
+            plan = RootPlan(tree, episodes.pop(index), bare, bare * continuations)
+            (plans if bare else reserves).append(plan)
+    for episode in episodes.values():
+        episode.close()
+    return plans, reserves

@@ -1,0 +1,275 @@
+"""
+The success predictor: a value head on the policy's own last hidden state.
+
+    v(H_t) = sigmoid(head(h))        h: hidden state at the last token of H_t, the token after which the next turn is sampled
+
+It is trained beside the policy by mean squared error to the backed-up success rates of the visited anchors (arXiv 2606.11119,
+predictor). Hidden states are detached: no gradient reaches the policy, and values never enter an advantage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+
+HEAD_WEIGHTS = "value_head.safetensors"
+HEAD_CONFIG = "value_head_config.json"
+TRAINING_STATE = "value_head_training_state.pt"
+
+
+class SuccessPredictor(nn.Module):
+    """
+    Maps hidden states to success probabilities. Untrained, it says exactly 0.5 everywhere.
+
+    Args:
+        input_size (`int`): size of the policy's hidden states.
+        hidden_size (`int`): width of the hidden layer; 0 for a linear head.
+        seed (`int`, *optional*): seed of the first weights. The global random state is neither read nor changed.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int = 256, seed: int = 0):
+        super().__init__()
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # Scales of hidden states differ by orders of magnitude between models
+            self.norm = nn.LayerNorm(input_size)
+            self.hidden = nn.Linear(input_size, hidden_size) if hidden_size else nn.Identity()
+            self.output = nn.Linear(hidden_size or input_size, 1)
+        nn.init.zeros_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Success probabilities of shape `(...)` for hidden states of shape `(..., input_size)`, in float32."""
+        x = self.norm(hidden_states.float())
+        if self.hidden_size:
+            x = nn.functional.gelu(self.hidden(x))
+        return torch.sigmoid(self.output(x)).squeeze(-1)
+
+    def save_pretrained(self, directory: str) -> None:
+        """Writes `value_head.safetensors` and `value_head_config.json`."""
+        os.makedirs(directory, exist_ok=True)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(weights, os.path.join(directory, HEAD_WEIGHTS))
+        with open(os.path.join(directory, HEAD_CONFIG), "w") as file:
+            json.dump({"input_size": self.input_size, "hidden_size": self.hidden_size}, file)
+
+    @classmethod
+    def from_pretrained(cls, directory: str) -> SuccessPredictor:
+        """Loads a head from a folder written by [`~SuccessPredictor.save_pretrained`], a checkpoint for example.
+
+        Raises:
+            FileNotFoundError: if the folder holds no value head.
+        """
+        path = os.path.join(directory, HEAD_CONFIG)
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{directory} holds no {HEAD_CONFIG}: pass a folder that TRACETrainer saved.")
+        with open(path) as file:
+            head = cls(**json.load(file))
+        head.load_state_dict(load_file(os.path.join(directory, HEAD_WEIGHTS)))
+        return head
+
+
+class AnchorBuffer:
+    """Hidden states and targets of visited anchors: those of the last generation, then the most recent earlier ones."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.features = torch.empty(0)
+        self.targets = torch.empty(0)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def extend(self, features: torch.Tensor, targets: torch.Tensor) -> None:
+        """Adds anchors; `features` of shape `(n, hidden)`, `targets` of shape `(n,)`. The oldest fall out."""
+        if len(self.targets):
+            features = torch.cat([self.features, features])
+            targets = torch.cat([self.targets, targets])
+        # A generation larger than the buffer is kept whole until the next one comes
+        keep = max(self.size, len(targets) - len(self.targets))
+        self.features, self.targets = features[-keep:], targets[-keep:]
+
+
+class PredictorTrainer:
+    """
+    Trains a [`SuccessPredictor`] on the anchors it is shown.
+
+    Args:
+        predictor (`SuccessPredictor`): the head; moved nowhere.
+        learning_rate (`float`), weight_decay (`float`): of its own AdamW.
+        passes (`int`): mini-batches per call of `update`.
+        batch_size (`int`): anchors per mini-batch.
+        buffer_size (`int`): anchors kept.
+        seed (`int`): seed of the mini-batches' own random generator.
+        reduce (`Callable`, *optional*): averages a gradient over processes.
+    """
+
+    def __init__(
+        self,
+        predictor: SuccessPredictor,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.01,
+        passes: int = 4,
+        batch_size: int = 256,
+        buffer_size: int = 4096,
+        seed: int = 0,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        self.predictor = predictor
+        self.optimizer = torch.optim.AdamW(predictor.parameters(), lr=learning_rate, weight_decay=weight_decay)
+        self.passes = passes
+        self.batch_size = batch_size
+        self.buffer = AnchorBuffer(buffer_size)
+        self.random = torch.Generator().manual_seed(seed)
+        self.reduce = reduce
+
+    def observe(self, features: torch.Tensor, targets: Sequence[float]) -> None:
+        """Adds anchors: `features` of shape `(n, hidden)`, one target in [0, 1] each."""
+        if len(targets):
+            self.buffer.extend(features.float().cpu(), torch.tensor(targets, dtype=torch.float32))
+
+    def update(self) -> float | None:
+        """A few steps on random mini-batches of the buffer. Returns the mean loss, `None` without anchors."""
+        if not len(self.buffer) and self.reduce is None:
+            return None
+        losses = []
+        device = next(self.predictor.parameters()).device
+        for _ in range(self.passes):
+            loss = self._loss(device)
+            self.optimizer.zero_grad()
+            loss.backward()
+            if self.reduce is not None:
+                for parameter in self.predictor.parameters():
+                    parameter.grad = self.reduce(parameter.grad)
+            nn.utils.clip_grad_norm_(self.predictor.parameters(), 1.0)
+            self.optimizer.step()
+            losses.append(loss.item())
+        return sum(losses) / len(losses)
+
+    def _loss(self, device: torch.device) -> torch.Tensor:
+        if not len(self.buffer):  # another process has anchors: take part in the averaging with a gradient of zero
+            return sum(parameter.sum() * 0.0 for parameter in self.predictor.parameters())  # type: ignore[return-value]
+        count = min(self.batch_size, len(self.buffer))
+        chosen = torch.randperm(len(self.buffer), generator=self.random)[:count]
+        values = self.predictor(self.buffer.features[chosen].to(device))
+        return nn.functional.mse_loss(values, self.buffer.targets[chosen].to(device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything `update` depends on, beside the head's own weights."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "features": self.buffer.features,
+            "targets": self.buffer.targets,
+            "random": self.random.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.buffer.features, self.buffer.targets = state["features"], state["targets"]
+        self.random.set_state(state["random"])
+
+
+class HiddenStates:
+    """
+    Reads a policy's last hidden states, after its final norm, by a hook that is there only while they are read.
+
+    Args:
+        model (`nn.Module`): the model to call; its forward must take `input_ids`, `attention_mask`, `logits_to_keep`.
+        pad_token_id (`int`): id to pad with.
+        batch_size (`int`): sequences per forward pass.
+        context (`Callable`): gives a context manager for the passes (autocast).
+        most (`Callable[[int], int]`): the largest of a number over all processes: every process must run as many passes,
+            since a sharded model gathers its weights in each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pad_token_id: int,
+        batch_size: int,
+        context: Callable[[], Any],
+        most: Callable[[int], int] = lambda count: count,
+    ):
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.batch_size = batch_size
+        self.context = context
+        self.most = most
+
+    @torch.no_grad()
+    def read(self, sequences: Sequence[list[int]], positions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """
+        Args:
+            sequences: token ids.
+            positions: for each sequence, the indices of the tokens whose hidden states are wanted.
+
+        Returns:
+            For each sequence, a float32 tensor of shape `(len(positions), hidden)` on the CPU.
+        """
+        order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+        passes = self.most(-(-len(sequences) // self.batch_size))
+        features: dict[int, torch.Tensor] = {}
+        with self._evaluation(), _last_hidden_state(self.model) as hidden, self.context():
+            for start in range(0, passes * self.batch_size, self.batch_size):
+                batch = order[start : start + self.batch_size]
+                self._forward([sequences[index] for index in batch] or [[self.pad_token_id]])
+                for row, index in enumerate(batch):
+                    wanted = torch.tensor(list(positions[index]), dtype=torch.long, device=hidden[0].device)
+                    features[index] = hidden[0][row, wanted].float().cpu()
+                hidden.clear()
+        return [features[index] for index in range(len(sequences))]
+
+    def _forward(self, sequences: list[list[int]]) -> None:
+        device = next(self.model.parameters()).device
+        width = max(map(len, sequences))
+        # Padded on the right: a token's hidden state depends on nothing behind it
+        input_ids = torch.full((len(sequences), width), self.pad_token_id)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(sequences):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            attention_mask[row, : len(ids)] = 1
+        # Logits are not needed: one position of them is the least a causal model computes
+        self.model(
+            input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), logits_to_keep=1, use_cache=False
+        )
+
+    @contextmanager
+    def _evaluation(self):
+        # Dropout would draw from the random state that sampling depends on, and blur the values
+        training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+
+@contextmanager
+def _last_hidden_state(model: nn.Module):
+    """A list that holds the decoder's output, of shape `(rows, tokens, hidden)`, after each forward pass."""
+    outputs: list[torch.Tensor] = []
+    handle = decoder_of(model).register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module whose first output is the last hidden state, under whatever wraps the model (DDP, PEFT)."""
+    while hasattr(model, "module"):
+        model = model.module
+    if is_peft_model(model):
+        model = model.get_base_model()
+    return model.get_decoder()

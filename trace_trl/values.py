@@ -1,0 +1,104 @@
+"""
+Predicted values of anchors, and what the predictor learns from them.
+
+Each anchor's hidden state is read once per generation: a prompt's before roots are allocated, a prefix's when its prompt is
+about to expand, the rest (prefixes of continuations) at the end. One pass over a rollout gives all its anchors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .pool import Candidate
+from .predictor import HiddenStates, PredictorTrainer
+from .tree import RolloutTree, Turn
+
+
+class AnchorValues:
+    """
+    Args:
+        hidden_states (`HiddenStates`): reads the policy.
+        predictor_trainer (`PredictorTrainer`): the value head and its training.
+    """
+
+    def __init__(self, hidden_states: HiddenStates, predictor_trainer: PredictorTrainer):
+        self.hidden_states = hidden_states
+        self.predictor_trainer = predictor_trainer
+        self._features: dict[Turn, torch.Tensor] = {}
+        self._root_features: list[torch.Tensor] = []
+
+    def predict_roots(self, candidates: Sequence[Candidate]) -> None:
+        """Writes `value` into every candidate. Called by all processes together."""
+        sequences = [candidate.prompt_ids for candidate in candidates]
+        read = self.hidden_states.read(sequences, [[len(ids) - 1] for ids in sequences])
+        self._root_features = [states[0] for states in read]
+        for candidate, value in zip(candidates, self._values(self._root_features), strict=True):
+            candidate.value = value
+
+    def plant(self, trees: Sequence[RolloutTree], offset: int) -> None:
+        """Hands the hidden states of this process's candidates on to the trees grown from them.
+
+        Args:
+            trees: trees of this process.
+            offset: number of this process's first candidate in the pool.
+        """
+        for tree in trees:
+            if 0 <= tree.index - offset < len(self._root_features):
+                self._features[tree.root] = self._root_features[tree.index - offset]
+        self._root_features = []
+
+    def predict_prefixes(self, leaves: Sequence[Turn]) -> None:
+        """Writes `value` into every anchor above `leaves` that was not read yet. Called by all processes together."""
+        seen = set(self._features)
+        paths = []
+        for leaf in leaves:
+            nodes = [node for node in anchors_above(leaf) if node not in seen]
+            seen.update(nodes)
+            if nodes:
+                paths.append(nodes)
+        # Up to the deepest anchor: nothing behind it is needed
+        sequences = [nodes[-1].history_ids() for nodes in paths]
+        read = self.hidden_states.read(sequences, [[node.history_length - 1 for node in nodes] for nodes in paths])
+        features = {
+            node: state
+            for nodes, states in zip(paths, read, strict=True)
+            for node, state in zip(nodes, states, strict=True)
+        }
+        for node, value in zip(features, self._values(list(features.values())), strict=True):
+            # A root was given its value before it was allocated, perhaps on another process
+            node.value = value if node.value is None else node.value
+        self._features.update(features)
+
+    def learn(self, trees: Sequence[RolloutTree]) -> None:
+        """Shows the predictor every visited anchor that has a target. Called by all processes together."""
+        self.predict_prefixes([leaf for tree in trees for leaf in tree.leaves()])
+        anchors = [anchor for tree in trees for anchor in tree.anchors() if anchor.target is not None]
+        if anchors:
+            features = torch.stack([self._features[anchor] for anchor in anchors])
+            self.predictor_trainer.observe(features, [anchor.target for anchor in anchors])  # type: ignore[misc]
+
+    def forget(self) -> None:
+        """Drops the hidden states of the last generation."""
+        self._features = {}
+        self._root_features = []
+
+    def _values(self, features: list[torch.Tensor]) -> list[float]:
+        if not features:
+            return []
+        predictor: Any = self.predictor_trainer.predictor
+        device = next(predictor.parameters()).device
+        with torch.no_grad():
+            return predictor(torch.stack(features).to(device)).tolist()
+
+
+def anchors_above(leaf: Turn) -> list[Turn]:
+    """The anchors above a leaf, the root first."""
+    nodes = []
+    node = leaf.parent
+    while node is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]
