@@ -97,11 +97,22 @@ def make_config(output_dir, cls=TRACEConfig, **kwargs):
     return cls(**(defaults | kwargs))
 
 
-QUESTIONS = ["what is red", "what is green", "the quick fox", "left or right", "the lazy dog", "yes or no", "1 2 3", "0 1"]
+QUESTIONS = [
+    "what is red",
+    "what is green",
+    "the quick fox",
+    "left or right",
+    "the lazy dog",
+    "yes or no",
+    "1 2 3",
+    "0 1",
+]
 
 
 def string_dataset(rows: int = 8) -> Dataset:
-    return Dataset.from_dict({"prompt": [QUESTIONS[i % len(QUESTIONS)] for i in range(rows)], "number": list(range(rows))})
+    return Dataset.from_dict(
+        {"prompt": [QUESTIONS[i % len(QUESTIONS)] for i in range(rows)], "number": list(range(rows))}
+    )
 
 
 def chat_dataset(rows: int = 8) -> Dataset:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 
-# Imported when first used, so that the pure parts (`trace_trl.allocation`, `trace_trl.simulate`, ..) need neither torch nor
-# TRL
+# Imported when first used, so that the pure parts (`trace_trl.allocation`, `trace_trl.simulate`, ..) need neither
+# torch nor TRL
 _LAZY = {
     "TRACEConfig": "config",
     "TRACETrainer": "trainer",

@@ -1,16 +1,16 @@
 """
 Between token ids and messages: what a turn said, and which ids an environment's answer becomes.
 
-Ids the policy sampled are read here, never written: a turn is decoded for the environment, and its ids stay what they were.
-Only an answer is encoded, as the text that the chat template puts after the assistant's turn:
+Ids the policy sampled are read here, never written: a turn is decoded for the environment, and its ids stay what they
+were. Only an answer is encoded, as the text that the chat template puts after the assistant's turn:
 
     .. <|im_start|>assistant\\n MARK <|im_end|> \\n<|im_start|>user\\nObservation<|im_end|>\\n<|im_start|>assistant\\n
                                     │          └────────────── after a turn that ended by itself ──────────────────┘
                                     └──────── after a turn that a stop string ended: its end token was never sampled
 
-The answer is rendered behind a made-up assistant turn whose text is the mark. Everything behind the mark is the answer, also
-where a template shows the last assistant turn differently from earlier ones, or drops the reasoning of earlier ones: what
-such a template does before the mark does not matter.
+The answer is rendered behind a made-up assistant turn whose text is the mark. Everything behind the mark is the
+answer, also where a template shows the last assistant turn differently from earlier ones, or drops the reasoning of
+earlier ones: what such a template does before the mark does not matter.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Codec:
         """Token ids of answers, in one call of the tokenizer.
 
         Args:
-            replies: pairs of an answer, all messages of which are rendered in one go, and whether the turn before it ended
-                with its own end token, rather than by a stop string.
+            replies: pairs of an answer, all messages of which are rendered in one go, and whether the turn before it
+                ended with its own end token, rather than by a stop string.
         """
         texts = [self._suffix(reply, ended) for reply, ended in replies]
         if not any(texts):

@@ -30,8 +30,8 @@ class TRACEConfig(GRPOConfig):
     please refer to the [`~trl.GRPOConfig`] documentation.
 
     The rollout budget follows from TRL's own numbers. With `N = continuations_per_root`, one generation batch holds
-    `generation_batch_size = M * (1 + N)` leaves over all processes: `M` bare rollouts, which stage 1 spends on prompts,
-    and `M * N` continuations, which stage 2 spends on prefixes. The candidate pool holds
+    `generation_batch_size = M * (1 + N)` leaves over all processes: `M` bare rollouts, which stage 1 spends on
+    prompts, and `M * N` continuations, which stage 2 spends on prefixes. The candidate pool holds
     `candidate_pool_factor * generation_batch_size / num_generations` prompts.
 
     Using [`~transformers.HfArgumentParser`] we can turn this class into
@@ -42,9 +42,9 @@ class TRACEConfig(GRPOConfig):
         > Parameters that control the rollout budget
 
         root_allocation (`str`, *optional*, defaults to `"active"`):
-            How bare rollouts are spent on prompts. One of `"active"` (TRACE, stage 1), `"uniform"` (GRPO), `"pcl"` (the
-            candidates with predicted value nearest 0.5), `"dapo"` (uniform; a prompt whose rollouts agree is replaced
-            by another candidate while the pool lasts).
+            How bare rollouts are spent on prompts. One of `"active"` (TRACE, stage 1), `"uniform"` (GRPO), `"pcl"`
+            (the candidates with predicted value nearest 0.5), `"dapo"` (uniform; a prompt whose rollouts agree is
+            replaced by another candidate while the pool lasts).
         prefix_allocation (`str`, *optional*, defaults to `"active"`):
             How continuations are spent on prefixes. One of `"active"` (TRACE, stage 2), `"uniform"`, `"random"`.
         continuations_per_root (`int`, *optional*):
@@ -355,6 +355,6 @@ class TRACEConfig(GRPOConfig):
             raise ValueError(
                 f"M={self.rollout_budget} bare rollouts don't fit into a pool of {pool} candidates with "
                 f"max_rollouts_per_root={self.max_rollouts_per_root}: raise `max_rollouts_per_root` to at least "
-                f"{-(-self.rollout_budget // pool)}, raise `candidate_pool_factor` (and the number of dataset rows), or "
-                "lower `generation_batch_size`."
+                f"{-(-self.rollout_budget // pool)}, raise `candidate_pool_factor` (and the number of dataset rows), "
+                "or lower `generation_batch_size`."
             )

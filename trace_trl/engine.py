@@ -4,9 +4,9 @@ The tree rollout engine: keeps all live branches of all prompts, one generation 
     round:  contexts of all live branches ──▶ generate ──▶ turns ──▶ environments step, together ──▶ replies appended
             └─ prompts whose bare rollouts all ended: score ─▶ values ─▶ prefix allocation ─▶ fork ─▶ new live branches
 
-A prompt's continuations start in the round after its own last bare rollout ended; they share rounds with other prompts'
-rollouts, and no prompt waits for another. The engine knows tokens only through a [`Codec`], models only through a generator,
-processes only through a [`Sync`].
+A prompt's continuations start in the round after its own last bare rollout ended; they share rounds with other
+prompts' rollouts, and no prompt waits for another. The engine knows tokens only through a [`Codec`], models only
+through a generator, processes only through a [`Sync`].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .allocation import PREFIX_ALLOCATORS
-from .environments.base import Action, Environment, Episode, ForkError, Reply, UnsupportedError
+from .environments.base import Action, Environment, Episode, Reply, UnsupportedError
 from .environments.forking import Snapshot, take_snapshot
 from .environments.runner import ConcurrentRunner
 from .generation import Generator, Request, Sample
@@ -137,19 +137,20 @@ class TreeRolloutEngine:
         generate (`Generator`): one round of generation.
         codec (`Codec`): turns to messages, answers to ids.
         environment (`Environment`): hands out and steps episodes.
-        score (`Callable[[list[tuple[RolloutTree, Turn]]], None]`): fills `reward`, `rewards`, `success` of leaves. Called
-            with each leaf exactly once, several leaves at a time.
+        score (`Callable[[list[tuple[RolloutTree, Turn]]], None]`): fills `reward`, `rewards`, `success` of leaves.
+            Called with each leaf exactly once, several leaves at a time.
         limits (`Limits`): where an episode ends.
-        predict (`Callable`, *optional*): `predict(leaves)` writes `value` into the prefixes of these leaves' paths. Called
-            by all processes together. Needed by `prefix_allocation="active"`.
+        predict (`Callable`, *optional*): `predict(leaves)` writes `value` into the prefixes of these leaves' paths.
+            Called by all processes together. Needed by `prefix_allocation="active"`.
         prefix_allocation (`str`): name of an allocator of `allocation.py`.
-        is_mixed (`Callable[[RolloutTree], bool]`, *optional*): replaces prompts whose rollouts are not mixed by reserves
-            (DAPO dynamic sampling).
+        is_mixed (`Callable[[RolloutTree], bool]`, *optional*): replaces prompts whose rollouts are not mixed by
+            reserves (DAPO dynamic sampling).
         runner (`ConcurrentRunner`): steps environments.
         timeout (`float`, *optional*): seconds per environment step.
         sync (`Sync`): the other processes.
         tools (`Callable[[RolloutTree], list]`, *optional*): tools a prompt was rendered with, for parsing its turns.
-        progress (`Callable[[Stats, int, int], None]`, *optional*): called after every round with leaves done and wanted.
+        progress (`Callable[[Stats, int, int], None]`, *optional*): called after every round with leaves done and
+            wanted.
     """
 
     def __init__(
@@ -196,8 +197,8 @@ class TreeRolloutEngine:
 
         Args:
             plans: one per prompt of this process; may be empty where other processes have some.
-            reserves: candidates that take the place of prompts whose rollouts all agree (with `is_mixed`). A plan that was
-                replaced ends with `bare == 0`; a reserve that was used takes over its numbers.
+            reserves: candidates that take the place of prompts whose rollouts all agree (with `is_mixed`). A plan that
+                was replaced ends with `bare == 0`; a reserve that was used takes over its numbers.
             seed: of the prefix allocator's random choices.
         """
         run = _Run(self, list(plans), list(reserves), np.random.default_rng(seed))
@@ -284,8 +285,8 @@ class _Run:
         for plan, episode in zip(jobs, episodes, strict=True):
             if episode.prompt is not None and episode.prompt != plan.episode.prompt:
                 raise ValueError(
-                    "An environment's `reset` gave two different tasks for the same dataset row, so its rollouts can't be "
-                    "compared: make `reset` depend only on its arguments (seed it from the row)."
+                    "An environment's `reset` gave two different tasks for the same dataset row, so its rollouts can't "
+                    "be compared: make `reset` depend only on its arguments (seed it from the row)."
                 )
             found.setdefault(plan, []).append(episode)
         return found
@@ -419,8 +420,8 @@ class _Run:
         if not self.engine._warned:
             self.engine._warned = True
             logger.warning(
-                f"The environment's state can't be restored at a prefix, which gets no continuations: {error} Give the "
-                "environment a `fork()` method, or make it deterministic so that its actions can be replayed. Further "
+                f"The environment's state can't be restored at a prefix, which gets no continuations: {error} Give "
+                "the environment a `fork()` method, or make it deterministic so that its actions can be replayed. Further "
                 "ones are counted in `rollout/unforkable_prefixes`."
             )
 
@@ -448,7 +449,8 @@ class _Run:
     def _expand_ready(self) -> BaseException | None:
         """Starts the continuations of every prompt whose bare rollouts were just scored.
 
-        Value passes are collective, so all processes come here in every round and predict if any of them has something to.
+        Value passes are collective, so all processes come here in every round and predict if any of them has something
+        to.
         """
         ready = [plan for plan in self.plans if plan.bare and not plan.running and not plan.expanded]
         error = self._attempt(self._replace_agreeing, ready) if self.engine.is_mixed is not None else None

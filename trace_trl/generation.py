@@ -22,7 +22,7 @@ from trl.trainer.utils import pad
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One live branch: `context` are the ids of its history, `max_new_tokens` (> 0) what its next turn may still use."""
+    """One live branch: `context` are the ids of its history, `max_new_tokens` (> 0) what its next turn may use."""
 
     context: list[int]
     max_new_tokens: int
@@ -53,8 +53,8 @@ class TransformersGenerator:
 
     Args:
         trainer (`GRPOTrainer`): gives the model, its wrapping, and TRL's generation settings.
-        stop_strings (`list[str]`, *optional*): strings that end a turn. Continuous batching has no such notion: there a
-            turn is sampled on and cut behind the string afterwards.
+        stop_strings (`list[str]`, *optional*): strings that end a turn. Continuous batching has no such notion: there
+            a turn is sampled on and cut behind the string afterwards.
     """
 
     def __init__(self, trainer: Any, stop_strings: Sequence[str] | None = None):
@@ -149,7 +149,8 @@ class TransformersGenerator:
 
 class TurnStopStrings(StopStringCriteria):
     """
-    transformers' stop strings, looked for in the sampled tokens only (never across the end of the prompt), and with the
+    transformers' stop strings, looked for in the sampled tokens only (never across the end of the prompt), and with
+    the
     exact length at which each row stopped: the padding that follows may be an end-of-turn token itself.
 
     Attributes:

@@ -1,10 +1,11 @@
 """
 The success predictor: a value head on the policy's own last hidden state.
 
-    v(H_t) = sigmoid(head(h))        h: hidden state at the last token of H_t, the token after which the next turn is sampled
+    v(H_t) = sigmoid(head(h))        h: hidden state at the last token of H_t, after which the next turn is sampled
 
-It is trained beside the policy by mean squared error to the backed-up success rates of the visited anchors (arXiv 2606.11119,
-predictor). Hidden states are detached: no gradient reaches the policy, and values never enter an advantage.
+It is trained beside the policy by mean squared error to the backed-up success rates of the visited anchors (arXiv
+2606.11119, predictor). Hidden states are detached: no gradient reaches the policy, and values never enter an
+advantage.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class SuccessPredictor(nn.Module):
 
 
 class AnchorBuffer:
-    """Hidden states and targets of visited anchors: those of the last generation, then the most recent earlier ones."""
+    """Hidden states and targets of visited anchors: those of the last generation, then the latest earlier ones."""
 
     def __init__(self, size: int):
         self.size = size
@@ -189,8 +190,8 @@ class HiddenStates:
         pad_token_id (`int`): id to pad with.
         batch_size (`int`): sequences per forward pass.
         context (`Callable`): gives a context manager for the passes (autocast).
-        most (`Callable[[int], int]`): the largest of a number over all processes: every process must run as many passes,
-            since a sharded model gathers its weights in each.
+        most (`Callable[[int], int]`): the largest of a number over all processes: every process must run as many
+            passes, since a sharded model gathers its weights in each.
     """
 
     def __init__(

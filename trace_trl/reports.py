@@ -47,8 +47,9 @@ def record(trees: Sequence[RolloutTree], stats: Stats, success_threshold: float)
 
 
 def predictions(tree: RolloutTree) -> list[tuple[int, float, bool]]:
-    """`(depth, value, outcome)` of every anchor of every bare rollout: an outcome is one draw from its anchor, and was not
-    seen by the predictor when it gave the value. Continuations start where an outcome was already known, and are left out.
+    """`(depth, value, outcome)` of every anchor of every bare rollout: an outcome is one draw from its anchor, and was
+    not seen by the predictor when it gave the value. Continuations start where an outcome was already known, and are left
+    out.
     """
     return [
         (anchor.depth, anchor.value, turn.leaf.success)

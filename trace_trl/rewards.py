@@ -1,8 +1,9 @@
 """
 Scores leaves as they end, with every kind of reward function TRL accepts.
 
-TRL scores a whole generation batch at once and gathers the result over processes. Here the bare rollouts of a prompt are
-scored while other prompts are still being sampled, in numbers that differ between processes, so nothing may be gathered.
+TRL scores a whole generation batch at once and gathers the result over processes. Here the bare rollouts of a prompt
+are scored while other prompts are still being sampled, in numbers that differ between processes, so nothing may be
+gathered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Every private name of TRL that this package rests on, in one place.
 
-TRL may change private names in any release. The package therefore pins TRL's minor version, and [`check_trl`] compares what
-is installed with what was built against when a trainer is constructed: an upgrade fails with a sentence that names the
+TRL may change private names in any release. The package therefore pins TRL's minor version, and [`check_trl`] compares
+what is installed with what was built against when a trainer is constructed: an upgrade fails with a sentence that names the
 difference, not with a wrong number.
 """
 
@@ -79,16 +79,16 @@ def check_trl() -> None:
     version = Version(trl.__version__)
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         raise ImportError(
-            f"trace_trl builds on private parts of TRL and supports trl>={SUPPORTED[0]},<{SUPPORTED[1]}, but {version} is "
-            f"installed: run `pip install 'trl>={SUPPORTED[0]},<{SUPPORTED[1]}'`, or upgrade trace_trl."
+            f"trace_trl builds on private parts of TRL and supports trl>={SUPPORTED[0]},<{SUPPORTED[1]}, but {version} "
+            f"is installed: run `pip install 'trl>={SUPPORTED[0]},<{SUPPORTED[1]}'`, or upgrade trace_trl."
         )
     for name, expected in (OVERRIDDEN | CALLED).items():
         method = getattr(trl.GRPOTrainer, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
         if found != expected:
             raise ImportError(
-                f"trl {version} has GRPOTrainer.{name}{'' if found is None else found}, but trace_trl was built against "
-                f"{name}{expected}: install a trl release that trace_trl supports."
+                f"trl {version} has GRPOTrainer.{name}{'' if found is None else found}, but trace_trl was built "
+                f"against {name}{expected}: install a trl release that trace_trl supports."
             )
 
 
@@ -98,6 +98,6 @@ def check_trainer(trainer: Any) -> None:
     missing = [name for name in names if not hasattr(trainer, name)]
     if missing:
         raise ImportError(
-            f"trl {trl.__version__} no longer sets GRPOTrainer.{', '.join(missing)}, which trace_trl reads: install a trl "
-            "release that trace_trl supports."
+            f"trl {trl.__version__} no longer sets GRPOTrainer.{', '.join(missing)}, which trace_trl reads: install a "
+            "trl release that trace_trl supports."
         )

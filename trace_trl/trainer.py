@@ -2,7 +2,8 @@
 [`TRACETrainer`]: binds the rooms of this package to the seams of TRL's [`~trl.GRPOTrainer`]. It holds no algorithm.
 
     dataset rows ─▶ candidates ─▶ values ─▶ root allocation ─▶ TreeRolloutEngine ─▶ trees ─▶ backup ─▶ predictor
-                                                                                     └─▶ advantages ─▶ rows ─▶ TRL's loss
+                                                                                     └─▶ advantages ─▶ rows ─▶ TRL's
+                                                                                     loss
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from .environments.runner import ConcurrentRunner
 from .environments.tools import RESERVED_METHODS, ToolEnvironment
 from .generation import TransformersGenerator
 from .metrics import effective
-from .predictor import HiddenStates, PredictorTrainer, SuccessPredictor
 from .pool import Candidate, allocate, make_plans, shares
+from .predictor import HiddenStates, PredictorTrainer, SuccessPredictor
 from .processes import AcceleratorSync, share_roots
 from .progress import RolloutProgress, StepLineCallback
 from .reports import extra_columns, leaf_advantages, length_metrics, record, sampled_lengths, summarise
 from .rewards import RewardScorer, step_reward
 from .rows import Rows, build_rows
-from .tree import RolloutTree, Turn
+from .tree import RolloutTree
 from .tree_log import TreeLogger, tree_to_dict
 from .values import AnchorValues
 
@@ -57,8 +58,8 @@ PREDICTOR_STATE = "predictor_state.pt"
 
 class TRACETrainer(GRPOTrainer):
     """
-    Trainer for TRACE (Tree Rollout Allocation for Contrastive Exploration), which spends a fixed budget of agentic rollouts
-    on the prompts, and on the turn-level prefixes, whose outcomes are most likely mixed. It was proposed in
+    Trainer for TRACE (Tree Rollout Allocation for Contrastive Exploration), which spends a fixed budget of agentic
+    rollouts on the prompts, and on the turn-level prefixes, whose outcomes are most likely mixed. It was proposed in
     [TRACE](https://huggingface.co/papers/2606.11119). Takes every argument of [`~trl.GRPOTrainer`], and an `env_step`.
 
     Example:
@@ -84,13 +85,15 @@ class TRACETrainer(GRPOTrainer):
 
     Args:
         env_step (`Callable`, *optional*):
-            `env_step(state, action: str, messages) -> StepResult`, sync or async, called once per turn of a live branch.
-            `action` is the decoded turn, `messages` the conversation so far. Excludes `tools` and `environment_factory`.
+            `env_step(state, action: str, messages) -> StepResult`, sync or async, called once per turn of a live
+            branch.
+            `action` is the decoded turn, `messages` the conversation so far. Excludes `tools` and
+            `environment_factory`.
         env_reset (`Callable`, *optional*):
             `env_reset(example: dict) -> state`, sync or async. Defaults to a copy of the dataset row.
         **kwargs:
-            All other arguments are those of [`~trl.GRPOTrainer`]. `args` must be a [`TRACEConfig`]; `rollout_func` is not
-            supported, since the engine is the rollout function.
+            All other arguments are those of [`~trl.GRPOTrainer`]. `args` must be a [`TRACEConfig`]; `rollout_func` is
+            not supported, since the engine is the rollout function.
 
     Raises:
         ValueError: for combinations of arguments that exclude each other, for images, and for budgets that don't fit.
@@ -215,8 +218,8 @@ class TRACETrainer(GRPOTrainer):
             pool = len(self.train_dataset) // processes * processes
             if not pool:
                 raise ValueError(
-                    f"The train dataset has {len(self.train_dataset)} rows for {processes} processes: give each process "
-                    "at least one."
+                    f"The train dataset has {len(self.train_dataset)} rows for {processes} processes: give each "
+                    "process at least one."
                 )
             self.args.check_pool(pool)
         return pool
@@ -363,8 +366,8 @@ class TRACETrainer(GRPOTrainer):
         rows = self._build_rows(trees)
         if len(rows) * self.accelerator.num_processes != self.args.generation_batch_size:
             raise RuntimeError(
-                f"The engine returned {len(rows)} leaves on process {self.accelerator.process_index}, but the generation "
-                f"batch holds {self.args.generation_batch_size} over {self.accelerator.num_processes} process(es)."
+                f"The engine returned {len(rows)} leaves on process {self.accelerator.process_index}, but the "
+                f"generation batch holds {self.args.generation_batch_size} over {self.accelerator.num_processes} process(es)."
             )
         output = self._prepare_batch(rows)
         if not self._is_plain_grpo(trees):
@@ -400,8 +403,8 @@ class TRACETrainer(GRPOTrainer):
         for prompt, ids in zip(prompts, prompt_ids, strict=True):
             if longest is not None and len(ids) >= longest:
                 raise ValueError(
-                    f"A prompt has {len(ids)} tokens, but the model takes {longest} with its completion: shorten or drop "
-                    f"the row whose prompt starts with {str(prompt)[:80]!r}."
+                    f"A prompt has {len(ids)} tokens, but the model takes {longest} with its completion: shorten or "
+                    f"drop the row whose prompt starts with {str(prompt)[:80]!r}."
                 )
         return prompt_ids
 
@@ -505,8 +508,8 @@ class TRACETrainer(GRPOTrainer):
         return original
 
     def _is_plain_grpo(self, trees: list[RolloutTree]) -> bool:
-        """Whether every prompt has `num_generations` rollouts and no branch. TRL's groups are then the prompts, and its own
-        numbers stand: equal to the trees' but for rounding, so that a GRPO setting trains bit for bit as in TRL."""
+        """Whether every prompt has `num_generations` rollouts and no branch. TRL's groups are then the prompts, and its
+        own numbers stand: equal to the trees' but for rounding, so that a GRPO setting trains bit for bit as in TRL."""
         return (
             self.args.root_allocation != "dapo"
             and self.args.continuations_per_root == 0

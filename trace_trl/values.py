@@ -1,8 +1,9 @@
 """
 Predicted values of anchors, and what the predictor learns from them.
 
-Each anchor's hidden state is read once per generation: a prompt's before roots are allocated, a prefix's when its prompt is
-about to expand, the rest (prefixes of continuations) at the end. One pass over a rollout gives all its anchors.
+Each anchor's hidden state is read once per generation: a prompt's before roots are allocated, a prefix's when its
+prompt is about to expand, the rest (prefixes of continuations) at the end. One pass over a rollout gives all its
+anchors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
 The contract between the rollout engine and anything that answers the policy.
 
-An environment hands out *episodes*, one per live branch. The engine calls `reset` once per candidate prompt and `step` once
-per turn of a live branch, many branches at a time. An episode's state belongs to one branch: at a branching it is forked,
-never shared.
+An environment hands out *episodes*, one per live branch. The engine calls `reset` once per candidate prompt and `step`
+once per turn of a live branch, many branches at a time. An episode's state belongs to one branch: at a branching it is
+    forked, never shared.
 
     env.reset(example)            -> Episode        the prompt may change: `episode.prompt`
     episode.step(turn)            -> Reply          what the policy reads next, and whether the episode is over
@@ -31,9 +31,10 @@ class StepResult:
 
     Attributes:
         observation (`str`, `list[dict]` or `None`): what the policy reads next: plain text, chat messages, or nothing.
-        done (`bool`): whether the episode ended with this turn. The observation of a last turn is not shown to the policy.
-        reward (`float` or `None`): on the last step, a terminal reward that is added to `reward_funcs` with weight 1. On
-            earlier steps it is ignored.
+        done (`bool`): whether the episode ended with this turn. The observation of a last turn is not shown to the
+            policy.
+        reward (`float` or `None`): on the last step, a terminal reward that is added to `reward_funcs` with weight 1.
+            On earlier steps it is ignored.
         state (`Any` or `None`): the new state; `None` keeps the one that was passed in, changed in place or not.
         info (`dict` or `None`): numbers to log; averaged over leaves under `env/<key>`.
     """

@@ -21,8 +21,8 @@ class CallbackEnvironment(Environment):
     """
     Args:
         env_step (`Callable`): `env_step(state, action, messages) -> StepResult`, sync or async.
-        env_reset (`Callable`, *optional*): `env_reset(example) -> state`, sync or async. The default state is a copy of
-            the dataset row.
+        env_reset (`Callable`, *optional*): `env_reset(example) -> state`, sync or async. The default state is a copy
+            of the dataset row.
         conversational (`bool`): whether observations are rendered as chat messages (of the user) or appended as text.
         loop (`Callable`): gives the event loop async callbacks run on.
     """
@@ -130,8 +130,8 @@ def check_no_images(messages: list[dict[str, Any]]) -> None:
             kinds = {part.get("type") for part in content if isinstance(part, dict)} - {"text"}
             if kinds:
                 raise UnsupportedError(
-                    f"A message holds content of type {', '.join(sorted(map(str, kinds)))}: TRACETrainer trains on text "
-                    "only, so remove it from the prompts and the environment's answers."
+                    f"A message holds content of type {', '.join(sorted(map(str, kinds)))}: TRACETrainer trains on "
+                    "text only, so remove it from the prompts and the environment's answers."
                 )
 
 
@@ -146,4 +146,4 @@ def _are_messages(observation: Any) -> bool:
 def _unwrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
-    return function if inspect.isroutine(function) else getattr(function, "__call__", function)
+    return function if inspect.isroutine(function) else type(function).__call__

@@ -1,9 +1,9 @@
 """
 Copies of an environment's state at a prefix, so that continuations start where the factual rollout stood.
 
-Three ways, in this order: the state's own `fork()`, `copy.deepcopy`, and replay (a fresh environment, reset, the recorded
-actions again, every answer compared with the recorded one). A prefix whose state none of them restores gets no
-continuations.
+Three ways, in this order: the state's own `fork()`, `copy.deepcopy`, and replay (a fresh environment, reset, the
+recorded actions again, every answer compared with the recorded one). A prefix whose state none of them restores gets
+no continuations.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
 Runs the environment calls of one round concurrently: threads for plain functions, one event loop for coroutines.
 
-A call that outlasts the timeout is given up, not stopped (Python can't stop a thread): its worker is counted as lost and
-replaced, so that the calls of other branches, now and in later rounds, find a free one. Workers are daemon threads, so a
-call that never returns does not keep the interpreter from ending.
+A call that outlasts the timeout is given up, not stopped (Python can't stop a thread): its worker is counted as lost
+and replaced, so that the calls of other branches, now and in later rounds, find a free one. Workers are daemon
+threads, so a call that never returns does not keep the interpreter from ending.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ConcurrentRunner:
     """
     Args:
         max_workers (`int`): most threads at work for plain functions.
-        loop (`Callable[[], asyncio.AbstractEventLoop]`): gives the running event loop on which every coroutine runs, so
-            that locks made at module level belong to one loop for the whole run. Asked for when first needed.
+        loop (`Callable[[], asyncio.AbstractEventLoop]`): gives the running event loop on which every coroutine runs,
+            so that locks made at module level belong to one loop for the whole run. Asked for when first needed.
     """
 
     def __init__(self, max_workers: int = 64, loop: Callable[[], asyncio.AbstractEventLoop] | None = None):

@@ -29,7 +29,7 @@ from .base import StepResult
 SYNTAX = "Action: search[query], Action: lookup[term] or Action: finish[answer]"
 
 # `Action:` as ReAct prompts and chat models write it: numbered, bold, or in any case.
-_MARKER = re.compile(r"\baction\s*\d*\W{0,2}:[\s*_`]*", re.IGNORECASE)
+_MARKER = re.compile(r"\baction\s*\d*\W{0,2}:[\s*`]*", re.IGNORECASE)
 _CALL = re.compile(r"([a-z_]+)\s*\[", re.IGNORECASE)
 _TOKEN = r"(?u)\b\w+\b"
 _TITLE_WEIGHT = 2
@@ -80,8 +80,8 @@ def _truncate(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     # One char more than the limit: a word that ends exactly there is whole.
-    head = text[: limit + 1].rsplit(None, 1)
-    return (head[0] if len(head) == 2 else text[:limit]).rstrip() + " ..."
+    head, space, _ = text[: limit + 1].rpartition(" ")
+    return (head if space else text[:limit]) + " ..."
 
 
 class ParagraphIndex:
@@ -110,6 +110,7 @@ class ParagraphIndex:
             ) from error
         self._titles = [_fold(title) for title, _ in self.paragraphs]
         self._retriever: Any = None
+        self._built = False
         self._lock = threading.Lock()
 
     @staticmethod
@@ -119,18 +120,22 @@ class ParagraphIndex:
         return bm25s.tokenize(texts, token_pattern=_TOKEN, stopwords="en", return_ids=False, show_progress=False)
 
     def _scores(self, query: str) -> list[float]:
-        import bm25s
-
-        with self._lock:
-            if self._retriever is None:
-                texts = [
-                    _fold(" ".join([title] * _TITLE_WEIGHT + list(sentences))) for title, sentences in self.paragraphs
-                ]
-                retriever = bm25s.BM25()
-                retriever.index(self._tokenize(texts), show_progress=False)
-                self._retriever = retriever
+        nothing = [0.0] * len(self.paragraphs)
         tokens = self._tokenize([query])[0]
-        return self._retriever.get_scores(tokens).tolist() if tokens else [0.0] * len(self.paragraphs)
+        if not tokens:
+            return nothing
+        with self._lock:
+            if not self._built:
+                texts = [" ".join([title] * _TITLE_WEIGHT + list(sentences)) for title, sentences in self.paragraphs]
+                corpus = self._tokenize([_fold(text) for text in texts])
+                # bm25s can't index a corpus without words.
+                if any(corpus):
+                    import bm25s
+
+                    self._retriever = bm25s.BM25()
+                    self._retriever.index(corpus, show_progress=False)
+                self._built = True
+        return nothing if self._retriever is None else self._retriever.get_scores(tokens).tolist()
 
     def search(self, query: str, k: int = 1) -> tuple[int, ...]:
         """

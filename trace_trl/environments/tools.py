@@ -1,4 +1,4 @@
-"""TRL's `tools` and `environment_factory` as an environment: native tool calls, answered in the order they were made."""
+"""TRL's `tools` and `environment_factory` as an environment: native tool calls, answered in their order."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ToolEnvironment(Environment):
     """
     Args:
         tools (`list[Callable]`): tools that belong to no environment, shared by all branches.
-        factories (`dict[str | None, Callable]` or `None`): environment classes by name, as TRL normalises them: a single
-            `environment_factory` has the name `None`.
+        factories (`dict[str | None, Callable]` or `None`): environment classes by name, as TRL normalises them: a
+            single `environment_factory` has the name `None`.
         idle (`dict[str | None, list]` or `None`): instances already made, by name. Instances are made once and reset
             often, as in TRL; only copies made by forking are closed when their branch ends.
         max_rounds (`int` or `None`): rounds of tool calls of an episode; calls made after that are not run.
