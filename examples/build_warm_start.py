@@ -71,15 +71,16 @@ def hop(rng, env, row, title, asked):
     if mentioned(title, asked) >= 0.6: opts += [bare(title), title] if rng.random() < .5 else [bare(title)]
     q = question_query(row["question"], title + " " + " ".join(text))
     if len(q.split()) >= 2: opts.append(q)
-    rng.shuffle(opts)
+    if rng.random()<.2: rng.shuffle(opts)
     for q in opts:
         if finds(env, row["context"], q, title): return q
     return None
 
-FIRST = ["I need to look up {q}.", "I should search {q}.", "First, {q}."]
-NEXT = ["Now I need {q}.", "Next, {q}.", "I still need {q}."]
-LAST = ["The answer is {a}.", "So it is {a}."]
-CMP = ["Comparing both, the answer is {a}.", "Both are known now: {a}."]
+FIRST = ["I need to look up {q}."]
+NEXT = ["Now I need {q}."]
+LAST = ["The answer is {a}."]
+CMP = LAST
+EVID=0.0
 
 def demonstrate(row, rng, env, evidence=True):
     ctx = dict((t, " ".join(x.strip() for x in s)) for t, s in row["context"])
@@ -121,7 +122,7 @@ def demonstrate(row, rng, env, evidence=True):
                 text = d.act(f"I look for {term} on this page.", f"lookup[{term}]"); break
         else: return None
     text = text.removeprefix("Observation: ")
-    th = window(text, a) if evidence and rng.random() < .7 else rng.choice(LAST).format(a=a)
+    th = window(text, a) if evidence and rng.random() < EVID else rng.choice(LAST).format(a=a)
     d.act(th, f"finish[{a}]")
     return d.messages
 
@@ -156,7 +157,7 @@ def synth(rows, rng, env):
                 d = Demo(env, row["context"], q)
                 obs = d.act(rng.choice(FIRST).format(q=bare(t)), f"search[{bare(t)}]").removeprefix("Observation: ")
                 if not contains(obs, a): continue
-                th = window(obs, a) if rng.random() < .7 else rng.choice(LAST).format(a=a)
+                th = window(obs, a) if rng.random() < EVID else rng.choice(LAST).format(a=a)
                 d.act(th, f"finish[{a}]")
                 out.append(d.messages)
     return out

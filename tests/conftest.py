@@ -1,5 +1,6 @@
 """Environment of every test. Set before the first import of a Hugging Face library: these are read at import."""
 
+import gc
 import os
 
 
@@ -9,3 +10,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenizers warn after every fo
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # one notice per trainer with an environment otherwise
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("CI", "true")  # TRL sends no telemetry, hypothesis sets no deadlines
+
+
+def pytest_collection_finish(session):
+    # Every training ends with a full garbage collection, most of it over what the imports left
+    gc.freeze()

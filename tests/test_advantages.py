@@ -103,7 +103,11 @@ def difference(tree, child, node, scale, batch_std):
 
 
 def has_siblings(tree, turn):
-    return len(turn.parent.children) + (len(tree.remote) if turn.parent is tree.root else 0) > 1
+    """Whether `turn` is one of at least two children with a scored leaf."""
+    groups = [rewards_below(tree, child) for child in turn.parent.children]
+    if turn.parent is tree.root:
+        groups += [[reward for reward in child.rewards if not math.isnan(reward)] for child in tree.remote]
+    return bool(rewards_below(tree, turn)) and sum(map(bool, groups)) > 1
 
 
 def segment_head(tree, turn):
@@ -121,7 +125,7 @@ def brute_force(tree, turn, estimator, scale, batch_std):
         first = upward(turn)[-2]
         return diff(turn, first) + diff(turn, tree.root)
     head = segment_head(tree, turn)
-    if head is None:
+    if head is None or not rewards_below(tree, turn):
         return 0.0
     if estimator == "sibling":
         return diff(head, head.parent)
@@ -259,6 +263,20 @@ def test_case17_unscored_leaves_carry_no_signal(estimator, scale):
     assert [with_unscored[1], *with_unscored[3:]] == [0.0] * 5
     assert run([math.nan, [math.nan, math.nan]]) == [0.0] * 4
     assert run([math.nan, 1.0]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("estimator", ("sibling", "treerl", "treepo"))
+@pytest.mark.parametrize("scale", SCALES)
+def test_case17_an_unscored_continuation_does_not_silence_the_factual_tail(estimator, scale):
+    def run(spec):
+        return advantages_of(grow(spec), estimator=estimator, scale=scale, batch_std=0.5)
+
+    head, tail, unscored, other = run([[0.0, math.nan], 1.0])
+    assert [head, tail, other] == pytest.approx(run([[0.0], 1.0])) and tail == head != 0.0
+    assert unscored == 0.0
+    # Two scored children are siblings, whatever else is there
+    whole = run([[0.0, math.nan, 1.0], 1.0])
+    assert [*whole[:2], *whole[3:]] == pytest.approx(run([[0.0, 1.0], 1.0])) and whole[2] == 0.0
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

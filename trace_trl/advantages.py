@@ -135,8 +135,15 @@ def _turns_with_parent(tree: RolloutTree) -> Iterator[tuple[Turn, Turn]]:
         yield turn, turn.parent  # type: ignore[misc]
 
 
-def _num_children(tree: RolloutTree, node: Turn) -> int:
-    return num_root_children(tree) if node is tree.root else len(node.children)
+def _branchings(tree: RolloutTree, stats: dict[Turn, RewardStats]) -> set[Turn]:
+    """Nodes with siblings below them: at least two children with a scored leaf at or below each.
+
+    A child that nothing scored is nobody's sibling: compared with it alone, the other child would have advantage 0
+    where it has that of its segment.
+    """
+    scored = {node: sum(stats[child].count > 0 for child in node.children) for node in stats}
+    scored[tree.root] += sum(RewardStats.of(child.rewards).count > 0 for child in tree.remote)
+    return {node for node, count in scored.items() if count > 1}
 
 
 def sibling(tree: RolloutTree, scale: Scale) -> dict[Turn, float]:
@@ -148,9 +155,12 @@ def sibling(tree: RolloutTree, scale: Scale) -> dict[Turn, float]:
     one segment between two branchings share one advantage.
     """
     stats = reward_statistics(tree)
+    branchings = _branchings(tree, stats)
     advantages: dict[Turn, float] = {}
     for turn, parent in _turns_with_parent(tree):
-        if _num_children(tree, parent) > 1:
+        if not stats[turn].count:
+            advantages[turn] = 0.0
+        elif parent in branchings:
             advantages[turn] = scale(stats[turn], stats[parent])
         else:
             advantages[turn] = advantages.get(parent, 0.0)
@@ -177,10 +187,13 @@ def treerl(tree: RolloutTree, scale: Scale) -> dict[Turn, float]:
     turn is trained in one row only, so that factor is left out.
     """
     stats = reward_statistics(tree)
+    branchings = _branchings(tree, stats)
     root = stats[tree.root]
     advantages: dict[Turn, float] = {}
     for turn, parent in _turns_with_parent(tree):
-        if _num_children(tree, parent) > 1:
+        if not stats[turn].count:
+            advantages[turn] = 0.0
+        elif parent in branchings:
             advantages[turn] = scale(stats[turn], root) + scale(stats[turn], stats[parent])
         else:
             advantages[turn] = advantages.get(parent, 0.0)
@@ -192,19 +205,22 @@ def treepo(tree: RolloutTree, scale: Scale) -> dict[Turn, float]:
 
         A(c) = mean over the branching ancestors y of c of (mean R below c - μ_y) / (σ_y + 1e-4)
 
-    A branching ancestor is the root or a turn above `c`, with more than one child: a node with one child has the same
+    A branching ancestor is the root or a turn above `c`, with siblings below it: a node with one child has the same
     leaves as that child and would only count a subgroup twice. A turn without siblings takes the value of its nearest
     ancestor turn that has some, and 0 if none has. Costs one step per turn and branching above it.
     """
     stats = reward_statistics(tree)
+    branchings = _branchings(tree, stats)
     groups: dict[Turn, list[RewardStats]] = {tree.root: []}
     advantages: dict[Turn, float] = {}
     for turn, parent in _turns_with_parent(tree):
-        if _num_children(tree, parent) > 1:
-            groups[turn] = [*groups[parent], stats[parent]]
+        branches = parent in branchings
+        groups[turn] = [*groups[parent], stats[parent]] if branches else groups[parent]
+        if not stats[turn].count:
+            advantages[turn] = 0.0
+        elif branches:
             advantages[turn] = sum(scale(stats[turn], group) for group in groups[turn]) / len(groups[turn])
         else:
-            groups[turn] = groups[parent]
             advantages[turn] = advantages.get(parent, 0.0)
     return advantages
 
@@ -329,7 +345,9 @@ def path_weights(tree: RolloutTree) -> list[float]:
     """
     chances: dict[Turn, float] = {tree.root: 1.0}
     for turn, parent in _turns_with_parent(tree):
-        chances[turn] = chances[parent] / _num_children(tree, parent)
+        # Unscored ones count: they were drawn
+        children = num_root_children(tree) if parent is tree.root else len(parent.children)
+        chances[turn] = chances[parent] / children
     return [chances[turn] for turn in tree.leaves()]
 
 

@@ -11,8 +11,16 @@ from .config import TRACEConfig
 from .environments.callback import check_no_images
 
 
-def check_arguments(args, tools, rollout_func, environment_factory, env_step, env_reset) -> None:
-    """Raises `TypeError` or `ValueError` for arguments that exclude each other."""
+def check_arguments(
+    args: Any,
+    reward_funcs: Any,
+    tools: Any,
+    rollout_func: Any,
+    environment_factory: Any,
+    env_step: Any,
+    env_reset: Any,
+) -> None:
+    """Raises `TypeError` or `ValueError` for arguments that exclude each other or leave something out."""
     if not isinstance(args, TRACEConfig):
         raise TypeError(
             f"`args` is a {type(args).__name__}: pass a `trace_trl.TRACEConfig`, which takes the same options."
@@ -27,13 +35,29 @@ def check_arguments(args, tools, rollout_func, environment_factory, env_step, en
         raise ValueError(f"`env_step` and `{other}` both answer the policy's turns: pass only one of them.")
     if env_reset is not None and env_step is None:
         raise ValueError("`env_reset` makes the state that `env_step` takes: pass `env_step` as well, or remove it.")
+    # An environment may bring a reward of its own; TRL looks for it
+    if not reward_funcs and env_step is None and environment_factory is None:
+        raise ValueError(
+            "Nothing gives a reward: pass `reward_funcs`, an `env_step` that returns rewards, or an "
+            "`environment_factory` whose environment defines `get_reward`."
+        )
 
 
-def check_datasets(*datasets: Any) -> None:
-    """Raises `ValueError` for data sets with images, as far as columns and first rows show them."""
+def check_datasets(*datasets: Any, needs_prompt: bool = True) -> None:
+    """Raises `ValueError` for data sets without prompts or with images, as far as columns and first rows show them.
+
+    Args:
+        needs_prompt: whether rows must have a prompt; an environment may give it instead.
+    """
     for dataset in datasets:
         for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            images = {"image", "images"} & set(getattr(part, "column_names", None) or [])
+            columns = set(getattr(part, "column_names", None) or [])
+            if needs_prompt and columns and "prompt" not in columns:
+                raise ValueError(
+                    f"The dataset has no column 'prompt' (its columns: {', '.join(sorted(columns))}): rename or add "
+                    "one, or pass an `environment_factory` whose `reset` gives the prompt."
+                )
+            images = {"image", "images"} & columns
             if images:
                 raise ValueError(
                     f"The dataset has the column {', '.join(sorted(images))!r}: TRACETrainer trains on text only, so "
@@ -46,10 +70,19 @@ def check_datasets(*datasets: Any) -> None:
 
 def check_row(example: dict[str, Any], prompt: Any) -> None:
     """Raises `ValueError` for a dataset row that holds images."""
-    if not isinstance(prompt, str):
+    if prompt is not None and not isinstance(prompt, str):
         check_no_images(prompt)
     if any(example.get(key) is not None for key in ("image", "images")):
         raise ValueError("A dataset row holds images: TRACETrainer trains on text only, so remove that column.")
+
+
+def check_prompt_length(prompt: Any, prompt_ids: list[int], context_length: int | None) -> None:
+    """Raises `ValueError` for a prompt that leaves no room for a completion."""
+    if context_length is not None and len(prompt_ids) >= context_length:
+        raise ValueError(
+            f"A prompt has {len(prompt_ids)} tokens, but the model takes {context_length} with its completion: "
+            f"shorten or drop the row whose prompt starts with {str(prompt)[:80]!r}."
+        )
 
 
 def first_row(dataset: Any) -> dict[str, Any] | None:

@@ -8,23 +8,79 @@ were. Only an answer is encoded, as the text that the chat template puts after t
                                     │          └────────────── after a turn that ended by itself ──────────────────┘
                                     └──────── after a turn that a stop string ended: its end token was never sampled
 
-The answer is rendered behind a made-up assistant turn whose text is the mark. Everything behind the mark is the
-answer, also where a template shows the last assistant turn differently from earlier ones, or drops the reasoning of
-earlier ones: what such a template does before the mark does not matter.
+The answer is rendered behind a made-up assistant turn whose text is the mark. What a template does before the mark
+does not matter: it may drop the reasoning of earlier turns, or show the last assistant turn differently from others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from inspect import isfunction, ismethod
 from typing import Any
 
+from transformers.utils import get_json_schema
+from transformers.utils.chat_parsing.response_templates import load_response_template
 from trl.chat_template_utils import parse_response
 
 from .environments.base import Reply
 
 
 _MARK = "TRACE-MARK-7391"  # plain letters: some templates escape others in JSON
+_HEADER_TOKENS = 48  # the header of an assistant turn is looked for among so many last tokens of a history first
+_MOST_KNOWN_TOKENS = 2**20  # of answers encoded before
+
+
+@dataclass(slots=True, frozen=True)
+class Turned:
+    """A sampled turn, decoded.
+
+    Attributes:
+        text (`str`): without special tokens.
+        message (`dict`): the assistant message it makes.
+        malformed (`bool`): whether it holds a tool call that could not be parsed; the message is its text then.
+    """
+
+    text: str
+    message: dict[str, Any]
+    malformed: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class _Seam:
+    """How the chat template goes on behind an assistant turn.
+
+    Attributes:
+        inside (`str`): what it puts between what was said and the end of the turn.
+        end (`str`): the turn's end token; empty if the template has none of its own.
+        resumed (`str`): what follows `inside` where the assistant goes on without an answer.
+    """
+
+    inside: str
+    end: str
+    resumed: str
+
+
+@dataclass(slots=True, frozen=True)
+class _Answer:
+    """An encoded answer.
+
+    Attributes:
+        ids (`array`): from the end token of the turn before it on.
+        closes (`bool`): whether the first of these ends the turn before, rather than opening the answer.
+    """
+
+    ids: array
+    closes: bool
+
+    def after(self, end: int | None) -> list[int]:
+        """Ids behind a turn that ended with the token `end`, or by a stop string."""
+        ids = self.ids.tolist()
+        # GLM has no end token: its turn ends with the token that opens the answer
+        ended = end is not None and bool(ids) and (self.closes or ids[0] == end)
+        return ids[1:] if ended else ids
 
 
 class Codec:
@@ -35,9 +91,6 @@ class Codec:
         conversational (`bool`): whether prompts are lists of messages.
         chat_template (`str`, *optional*): template to use instead of the tokenizer's own.
         chat_template_kwargs (`dict`, *optional*): passed to the template.
-
-    Raises:
-        ValueError: if the chat template gives no way to append an answer to a turn.
     """
 
     def __init__(
@@ -53,12 +106,16 @@ class Codec:
         self.conversational = conversational
         self.chat_template = chat_template
         self.chat_template_kwargs = chat_template_kwargs or {}
-        self._parses = (
-            getattr(tokenizer, "response_template", None) is not None
-            or getattr(tokenizer, "response_schema", None) is not None
-        )
+        response_template = getattr(tokenizer, "response_template", None)
+        self._response_template = None if response_template is None else load_response_template(response_template)
         self._eos_texts = [tokenizer.convert_ids_to_tokens(token_id) for token_id in eos_token_ids]
-        self._call_opening = _call_opening(getattr(tokenizer, "response_template", None))
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._special = _any_of(special.union(self._eos_texts))
+        self._text_arguments = False
+        self._seams: dict[str | None, _Seam] = {}
+        self._schemas: dict[int, tuple[list, list]] = {}
+        self._known: dict[Hashable, _Answer] = {}
+        self._known_tokens = 0
 
     @property
     def idle_context(self) -> list[int]:
@@ -71,76 +128,214 @@ class Codec:
         Raises:
             ValueError: with a sentence that says what the template lacks.
         """
-        if self.conversational:
-            self.encode_reply(Reply(messages=[{"role": role, "name": "trial", "content": "trial"}]), ended=True)
+        if not self.conversational:
+            return
+        if role == "tool" and self._response_template is None:
+            raise ValueError(
+                "The tokenizer has no `response_template`, so tool calls can't be read from what the model says: set "
+                "one for its chat template (`tokenizer.response_template`)."
+            )
+        try:
+            text, _ = self._render(Reply(messages=[{"role": role, "name": "trial", "content": _MARK}]))
+            reason = None if _MARK in text else "it leaves out what the answer says"
+        # Templates raise errors of their own, and of whatever they call
+        except Exception as error:
+            reason = str(error)
+        if reason is not None:
+            raise ValueError(
+                f"The chat template can't append an answer of role {role!r} to an assistant turn ({reason}): use one "
+                "that can (`processing_class.chat_template`)."
+            )
 
-    def looks_like_call(self, text: str) -> bool:
-        """Whether a decoded turn holds the opening of a tool call; asked only about turns without a parsable one."""
-        return self._call_opening is not None and self._call_opening.search(text) is not None
+    # What the policy said
 
-    def decode_turn(
-        self, ids: list[int], history: list[int], tools: list[Callable] | None = None
-    ) -> tuple[str, dict[str, Any]]:
-        """The text of a turn without special tokens, and the assistant message it makes."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        if self.conversational and self._parses and ids:
-            return text, parse_response(self.tokenizer, ids, prefix=history, tools=tools)
-        return text, {"role": "assistant", "content": text}
-
-    def encode_reply(self, reply: Reply, ended: bool) -> list[int]:
-        """Token ids of an environment's answer, up to where the next turn starts. See `encode_replies`."""
-        return self.encode_replies([(reply, ended)])[0]
-
-    def encode_replies(self, replies: Sequence[tuple[Reply, bool]]) -> list[list[int]]:
-        """Token ids of answers, in one call of the tokenizer.
+    def decode_turns(self, turns: Sequence[tuple[list[int], list[int], list[Callable] | None]]) -> list[Turned]:
+        """Decodes turns.
 
         Args:
-            replies: pairs of an answer, all messages of which are rendered in one go, and whether the turn before it
-                ended with its own end token, rather than by a stop string.
+            turns: triples of sampled ids, the ids of the history they were sampled behind, and the tools that history
+                was rendered with.
         """
-        texts = [self._suffix(reply, ended) for reply, ended in replies]
-        if not any(texts):
-            return [[] for _ in texts]
-        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        if not self.conversational:
-            return [list(ids) for ids in encoded]
-        # Encoded together with the end token, so that the answer is cut into tokens as it is inside a conversation
-        return [list(ids[1:] if ended else ids) for ids, (_, ended) in zip(encoded, replies, strict=True)]
+        ids = [sampled for sampled, _, _ in turns]
+        texts = self._decode(ids, skip_special_tokens=True)
+        if not self.conversational or self._response_template is None:
+            return [Turned(text, {"role": "assistant", "content": text}) for text in texts]
+        anchor = self._response_template.start_anchor_re
+        raws = self._decode(ids)
+        headers = self._decode([history[-_HEADER_TOKENS:] for _, history, _ in turns])
+        decoded = []
+        for (sampled, history, tools), text, raw, header in zip(turns, texts, raws, headers, strict=True):
+            if not sampled:
+                decoded.append(Turned(text, {"role": "assistant", "content": text}))
+                continue
+            # What stands before the header is of no account to the parser, and takes long to decode
+            prefix = header if anchor.search(header) else self._decode([history])[0]
+            turn: Any = _DecodedTurn(self.tokenizer, self._response_template, raw, text)
+            message = parse_response(turn, sampled, prefix=prefix, tools=self._schemas_of(tools))
+            decoded.append(Turned(text, message, turn.fell_back))
+        return decoded
 
-    def _suffix(self, reply: Reply, ended: bool) -> str:
-        """The answer as text; in a conversation, from the end token of the turn before it on."""
+    def _decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens) if ids else []
+
+    def _schemas_of(self, tools: list[Callable] | None) -> list | None:
+        """JSON schemas of tools, which the parser would make again for every turn."""
+        if not tools:
+            return None
+        if id(tools) not in self._schemas:
+            schemas = [get_json_schema(tool) if isfunction(tool) or ismethod(tool) else tool for tool in tools]
+            self._schemas[id(tools)] = (tools, schemas)  # kept with the list: its id is taken as long as it lives
+        return self._schemas[id(tools)][1]
+
+    # What the policy reads next
+
+    def encode_replies(self, replies: Sequence[tuple[Reply, int | None]]) -> list[list[int] | Exception]:
+        """
+        Token ids of answers, each up to where the next turn starts, in one call of the tokenizer.
+
+        Args:
+            replies: pairs of an answer, all messages of which are rendered in one go, and the token that the turn
+                before it ended with, `None` if a stop string ended it.
+
+        Returns:
+            `list[list[int] | Exception]`: ids, or in the place of an answer that the template can't render, its error.
+        """
+        # Nothing was said and the turn is still open: it goes on
+        silent = [end is None and not reply.messages and not reply.text for reply, end in replies]
+        answers = iter(self._answers([reply for (reply, _), skip in zip(replies, silent, strict=True) if not skip]))
+        encoded: list[list[int] | Exception] = []
+        for (_, end), skip in zip(replies, silent, strict=True):
+            answer = None if skip else next(answers)
+            if answer is None:
+                encoded.append([])
+            elif isinstance(answer, Exception):
+                encoded.append(answer)
+            else:
+                encoded.append(answer.after(end if self.conversational else None))
+        return encoded
+
+    def _answers(self, replies: Sequence[Reply]) -> list[_Answer | Exception]:
+        """Encoded answers. What siblings are answered is often the same, so each is rendered and encoded once."""
+        # An answer that can't be a key is its own, by its number
+        keys = [_key(reply) or number for number, reply in enumerate(replies)]
+        rendered: dict[Hashable, tuple[str, bool]] = {}
+        failed: dict[Hashable, Exception] = {}
+        for key, reply in zip(keys, replies, strict=True):
+            if key not in rendered and key not in failed and key not in self._known:
+                try:
+                    rendered[key] = self._render(reply)
+                # An environment may say what the template has no form for
+                except Exception as error:
+                    failed[key] = error
+        # Encoded from the end token on, so that an answer is cut into tokens as it is inside a conversation
+        encoded = self._encode([text for text, _ in rendered.values()])
+        new = {
+            key: _Answer(array("q", ids), closes)
+            for (key, (_, closes)), ids in zip(rendered.items(), encoded, strict=True)
+        }
+        answers = [failed.get(key) or new.get(key) or self._known[key] for key in keys]
+        self._remember({key: answer for key, answer in new.items() if not isinstance(key, int)})
+        return answers
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+    def _remember(self, answers: dict[Hashable, _Answer]) -> None:
+        self._known_tokens += sum(len(answer.ids) for answer in answers.values())
+        if self._known_tokens > _MOST_KNOWN_TOKENS:
+            self._known.clear()
+            self._known_tokens = sum(len(answer.ids) for answer in answers.values())
+        self._known.update(answers)
+
+    def _render(self, reply: Reply) -> tuple[str, bool]:
+        """An answer as text, in a conversation from the end token of the turn before it on, and whether it starts with
+        such a token."""
         if not self.conversational:
-            return reply.text or ""
-        messages = reply.messages
-        if not messages and not ended:
-            return ""  # nothing was said and the turn is still open: it goes on
-        assistant: dict[str, Any] = {"role": "assistant", "content": _MARK}
-        if messages and messages[0]["role"] == "tool":
-            # Some templates (GPT-OSS) name the tool's answer after the call
-            call = {"name": messages[0]["name"], "arguments": {"mark": _MARK}}
-            assistant["content"] = ""
-            assistant["tool_calls"] = [{"type": "function", "function": call}]
+            return reply.text or "", False
+        name = None
+        if reply.messages and reply.messages[0]["role"] == "tool":
+            name = str(reply.messages[0].get("name") or "tool")
+        seam = self._seam(name)
+        text = self._behind_mark([self._assistant(name), *reply.messages], goes_on=True)
+        if not text.startswith(seam.inside):
+            raise ValueError("it shows an assistant turn differently where an answer follows")
+        text = text[len(seam.inside) :]
+        first = self._special.match(text)
+        # GPT-OSS ends the last turn with <|return|>, and with <|end|> whatever follows
+        closes = first is not None and (first[0] == seam.end or seam.resumed.startswith(first[0]))
+        return text, closes
+
+    def _seam(self, name: str | None) -> _Seam:
+        if name not in self._seams:
+            try:
+                last = self._behind_mark([self._assistant(name)], goes_on=False)
+            except TypeError:
+                # DeepSeek-V3 takes the arguments of a call as text only
+                self._text_arguments = True
+                last = self._behind_mark([self._assistant(name)], goes_on=False)
+            ends = [last.find(end) for end in self._eos_texts if end in last]
+            if ends:
+                at = min(ends)
+            else:
+                # A turn that ends with a token the policy isn't stopped by, or with none at all
+                at = 0 if name is None and self._special.match(last) else len(last)
+            end = self._special.match(last, at)
+            resumed = self._behind_mark([self._assistant(name)], goes_on=True)
+            self._seams[name] = _Seam(last[:at], end[0] if end else "", resumed.removeprefix(last[:at]))
+        return self._seams[name]
+
+    def _assistant(self, name: str | None) -> dict[str, Any]:
+        """An assistant turn that ends with the mark: plain text, or a call of the tool `name`."""
+        if name is None:
+            return {"role": "assistant", "content": _MARK}
+        arguments: Any = f'{{"mark": "{_MARK}"}}' if self._text_arguments else {"mark": _MARK}
+        # Some templates (GPT-OSS) name a tool's answer after the call
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def _behind_mark(self, messages: list[dict[str, Any]], goes_on: bool) -> str:
         text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "."}, assistant, *messages],
+            [{"role": "user", "content": "."}, *messages],
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=goes_on,
             chat_template=self.chat_template,
             **self.chat_template_kwargs,
         )
-        _, found, text = text.partition(_MARK)
-        ends = [text.find(end) for end in self._eos_texts if end and end in text]
-        if not found or not ends:
-            raise ValueError(
-                "The chat template does not render an assistant turn followed by an end-of-turn token "
-                f"({', '.join(map(repr, self._eos_texts))}) and an answer of role "
-                f"{messages[0]['role'] if messages else 'assistant'!r}: use a template that does (`processing_class."
-                "chat_template`), or add its end-of-turn token to the model's `generation_config.eos_token_id`."
-            )
-        return text[min(ends) :]
+        _, found, behind = text.partition(_MARK)
+        if not found:
+            raise ValueError("it leaves out what the assistant says")
+        return behind
 
 
-def _call_opening(response_template: dict[str, Any] | None) -> re.Pattern | None:
-    field = ((response_template or {}).get("fields") or {}).get("tool_calls") or {}
-    if "open" in field:
-        return re.compile(re.escape(field["open"]))
-    return re.compile(field["open_pattern"]) if "open_pattern" in field else None
+class _DecodedTurn:
+    """What TRL's `parse_response` asks of a tokenizer, for one turn that is decoded already."""
+
+    def __init__(self, tokenizer: Any, response_template: Any, raw: str, text: str):
+        self.tokenizer = tokenizer
+        self.response_template = response_template
+        self.eos_token = tokenizer.eos_token
+        self.fell_back = False
+        self._raw = raw
+        self._text = text
+
+    def parse_response(self, ids: list[int], prefix: str, tools: list | None) -> dict[str, Any]:
+        return self.tokenizer.parse_response(self._raw, self.response_template, prefix=prefix, tools=tools)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        # Asked for where parsing failed; everything but a call is text, which can't fail
+        self.fell_back = True
+        return self._text
+
+
+def _key(reply: Reply) -> Hashable:
+    """What an answer is known by; `None` if it holds more than plain text."""
+    if not all(isinstance(value, str) for message in reply.messages for value in message.values()):
+        return None
+    return reply.text, tuple(tuple(message.items()) for message in reply.messages)
+
+
+def _any_of(tokens: set[str]) -> re.Pattern:
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(re.escape(token) for token in longest_first if token) or "(?!)")

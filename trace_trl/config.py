@@ -52,7 +52,8 @@ class TRACEConfig(GRPOConfig):
             can be split that way, and the nearest number that fits otherwise.
         candidate_pool_factor (`float`, *optional*):
             Candidates offered to stage 1, as a multiple of the `generation_batch_size / num_generations` prompts that
-            GRPO would use. If `None`, it is 2.0, and 1.0 with `root_allocation="uniform"`.
+            GRPO would use. If `None`, it is 2.0, and 1.0 with `root_allocation="uniform"`. An epoch offers every
+            prompt once: with a factor of 2.0, it has half as many steps as with GRPO.
         max_rollouts_per_root (`int`, *optional*):
             Most bare rollouts of one prompt, `m_max`. If `None`, it is `num_generations`.
         success_threshold (`float`, *optional*, defaults to `0.5`):
@@ -243,25 +244,32 @@ class TRACEConfig(GRPOConfig):
     @property
     def rollout_budget(self) -> int:
         """`M`: bare rollouts of one generation batch, over all processes."""
-        return self.generation_batch_size // (1 + self.continuations_per_root)
+        return self.generation_batch_size // self._group
 
     @property
     def candidate_pool_size(self) -> int:
         """`B`: prompts offered to stage 1 in one generation batch, over all processes; a multiple of their number."""
-        wanted = self.candidate_pool_factor * self.generation_batch_size / self.num_generations
-        return max(1, math.ceil(wanted / self.world_size - 1e-9)) * self.world_size
+        return self._pool_of(self.generation_batch_size)
 
     @property
     def rollouts_per_group(self) -> int:
         """Bare rollouts per prompt of the allocations that do not choose: `num_generations / (1 + N)`, at least 2."""
-        return max(2, self.num_generations // (1 + self.continuations_per_root))
+        return max(2, self.num_generations // self._group)
 
     @property
     def needs_predictor(self) -> bool:
         """Whether an allocation reads predicted values."""
-        return self.root_allocation in ("active", "pcl") or (
-            self.continuations_per_root > 0 and self.prefix_allocation == "active"
-        )
+        return self.root_allocation in ("active", "pcl") or (self._group > 1 and self.prefix_allocation == "active")
+
+    def check_pool(self, pool: int) -> None:
+        """Raises `ValueError` if `pool` candidates can't take the rollout budget."""
+        if pool * self._most < self.rollout_budget:
+            raise ValueError(
+                f"M={self.rollout_budget} bare rollouts don't fit into a pool of {pool} candidates with "
+                f"max_rollouts_per_root={self.max_rollouts_per_root}: raise `max_rollouts_per_root` to at least "
+                f"{-(-self.rollout_budget // pool)}, raise `candidate_pool_factor` (and the number of dataset rows), "
+                "or lower `generation_batch_size`."
+            )
 
     def _check_choices(self) -> None:
         for name, choices in (
@@ -293,10 +301,17 @@ class TRACEConfig(GRPOConfig):
                 raise ValueError(f"`{name}` is {value}: set it to {least} or more.")
         for name in ("predictor_learning_rate", "env_timeout", "candidate_pool_factor", "tree_log_max_megabytes"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` is {value}: set it to a number above 0.")
+        if not 0 <= self.predictor_weight_decay < math.inf:
+            raise ValueError(f"`predictor_weight_decay` is {self.predictor_weight_decay}: set it to 0 or more.")
         if math.isnan(self.success_threshold):
             raise ValueError("`success_threshold` is NaN: set it to the reward from which a leaf counts as a success.")
+        if isinstance(self.turn_stop_strings, str):
+            raise ValueError(
+                f"`turn_stop_strings` is the string {self.turn_stop_strings!r}: pass a list of strings, here "
+                f"{[self.turn_stop_strings]!r}."
+            )
         if self.turn_stop_strings is not None and not all(self.turn_stop_strings):
             raise ValueError("`turn_stop_strings` holds an empty string, which would end every turn: remove it.")
         if self.use_vllm:
@@ -305,56 +320,74 @@ class TRACEConfig(GRPOConfig):
                 "`use_transformers_continuous_batching=True` for batched paged attention."
             )
 
+    # The budget. Options that may be `None` are numbers once it is resolved.
+
+    @property
+    def _group(self) -> int:
+        return 1 + (self.continuations_per_root or 0)
+
+    @property
+    def _most(self) -> int:
+        return self.max_rollouts_per_root or self.num_generations
+
+    def _pool_of(self, batch: int) -> int:
+        wanted = (self.candidate_pool_factor or 1.0) * batch / self.num_generations
+        return max(1, math.ceil(wanted / self.world_size - 1e-9)) * self.world_size
+
     def _splits(self, batch: int, continuations: int) -> bool:
+        # One bare rollout can't show two outcomes
         budget, rest = divmod(batch, 1 + continuations)
         return rest == 0 and budget >= 2 and budget % self.world_size == 0
 
+    def _fits(self, batch: int, continuations: int) -> bool:
+        """Whether a batch splits, and the candidate pool takes its bare rollouts."""
+        budget = batch // (1 + continuations)
+        takes = budget <= self._pool_of(batch) * self._most and not (self._most == 2 and budget % 2)
+        return self._splits(batch, continuations) and takes
+
     def _resolve_budget(self) -> None:
+        if self.max_rollouts_per_root is None:
+            self.max_rollouts_per_root = self.num_generations
+        if self.candidate_pool_factor is None:
+            self.candidate_pool_factor = 1.0 if self.root_allocation == "uniform" else 2.0
         batch = self.generation_batch_size
+        nearest = sorted(range(batch), key=lambda n: (abs(n - DEFAULT_CONTINUATIONS), n))
+        fitting = [n for n in nearest if self._fits(batch, n)]
         if self.continuations_per_root is None:
-            nearest = sorted(range(batch), key=lambda n: (abs(n - DEFAULT_CONTINUATIONS), n))
-            fitting = next((n for n in nearest if self._splits(batch, n)), None)
-            self.continuations_per_root = DEFAULT_CONTINUATIONS if fitting is None else fitting
+            self.continuations_per_root = fitting[0] if fitting else 0
             if self.continuations_per_root != DEFAULT_CONTINUATIONS:
                 logger.warning(
                     f"generation_batch_size={batch} can't be split into M * (1 + {DEFAULT_CONTINUATIONS}) leaves over "
                     f"{self.world_size} process(es): using continuations_per_root={self.continuations_per_root}. Set "
                     "`continuations_per_root` to silence this."
                 )
-        group = 1 + self.continuations_per_root
         if not self._splits(batch, self.continuations_per_root):
-            step = math.lcm(group * self.world_size, self.num_generations, self._micro_batch)
-            below, above = batch // step * step, -(-batch // step) * step
-            # One bare rollout can't show two outcomes
-            valid = [value for value in (below, above, above + step) if value // group >= 2 and value != batch][:2]
+            wanted = self.continuations_per_root
+            fitting = sorted(sorted(fitting, key=lambda n: abs(n - wanted))[:2])
+            remedies = [
+                f"`{name}` to {' or '.join(map(str, values))}"
+                for name, values in (
+                    ("generation_batch_size", self._valid_batches()),
+                    ("continuations_per_root", fitting),
+                )
+                if values
+            ]
             raise ValueError(
                 f"generation_batch_size={batch} is not M * (1 + continuations_per_root) with "
                 f"continuations_per_root={self.continuations_per_root} and M a multiple of the {self.world_size} "
-                f"process(es), M >= 2: set `generation_batch_size` to {' or '.join(map(str, valid))}, or change "
-                "`continuations_per_root`."
+                f"process(es), M >= 2: set {', or '.join(remedies) or '`max_rollouts_per_root` to a larger number'}."
             )
-        if self.max_rollouts_per_root is None:
-            self.max_rollouts_per_root = self.num_generations
-        if self.candidate_pool_factor is None:
-            self.candidate_pool_factor = 1.0 if self.root_allocation == "uniform" else 2.0
-        budget, most = self.rollout_budget, self.max_rollouts_per_root
         self.check_pool(self.candidate_pool_size)
-        if most == 2 and budget % 2:
+        if self._most == 2 and self.rollout_budget % 2:
             raise ValueError(
-                f"M={budget} bare rollouts can't be split into pairs with max_rollouts_per_root=2: set "
-                "`max_rollouts_per_root` to 3 or more, or make M even."
+                f"M={self.rollout_budget} bare rollouts can't be split into pairs with max_rollouts_per_root=2: set "
+                "`max_rollouts_per_root` to 3 or more, or choose a `generation_batch_size` that makes M even."
             )
 
-    @property
-    def _micro_batch(self) -> int:
-        return self.per_device_train_batch_size * self.world_size
-
-    def check_pool(self, pool: int) -> None:
-        """Raises `ValueError` if `pool` candidates can't take the rollout budget."""
-        if pool * self.max_rollouts_per_root < self.rollout_budget:
-            raise ValueError(
-                f"M={self.rollout_budget} bare rollouts don't fit into a pool of {pool} candidates with "
-                f"max_rollouts_per_root={self.max_rollouts_per_root}: raise `max_rollouts_per_root` to at least "
-                f"{-(-self.rollout_budget // pool)}, raise `candidate_pool_factor` (and the number of dataset rows), "
-                "or lower `generation_batch_size`."
-            )
+    def _valid_batches(self) -> list[int]:
+        """The two generation batch sizes nearest to the present one that both TRL and the budget take."""
+        batch, micro_batch = self.generation_batch_size, self.per_device_train_batch_size * self.world_size
+        step = math.lcm(self._group * self.world_size, self.num_generations, micro_batch)
+        around = range(max(1, batch // step - 8), batch // step + 10)
+        valid = [number * step for number in around if self._fits(number * step, self._group - 1)]
+        return sorted(sorted(valid, key=lambda value: abs(value - batch))[:2])

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from .allocation import PREFIX_ALLOCATORS
-from .environments.base import Action, Environment, Episode, Reply, UnsupportedError
+from .codec import Codec, Turned
+from .environments.base import Action, Environment, Episode, Reply, UnsupportedError, describe
 from .environments.forking import Snapshot, take_snapshot
-from .environments.runner import ConcurrentRunner
+from .environments.runner import ConcurrentRunner, EnvironmentTimeout
 from .generation import Generator, Request, Sample
 from .tree import Leaf, RolloutTree, Turn
 
@@ -108,7 +109,13 @@ class _Branch:
     episode: Episode
     leaf: Leaf
     history: list[tuple[Action, Reply]] = field(default_factory=list)
-    tainted: bool = False  # the environment's state is unknown (timeout): never forked from here on
+    info: dict[str, float] = field(default_factory=dict)  # last numbers of the environment
+
+
+class _Acting(NamedTuple):
+    branch: _Branch
+    action: Action
+    end: int | None  # the token its turn ended with, `None` if a stop string ended it
 
 
 @dataclass
@@ -156,7 +163,7 @@ class TreeRolloutEngine:
     def __init__(
         self,
         generate: Generator,
-        codec: Any,
+        codec: Codec,
         environment: Environment,
         score: Callable[[list[tuple[RolloutTree, Turn]]], None],
         limits: Limits,
@@ -207,9 +214,18 @@ class TreeRolloutEngine:
     def _together(self, functions: Sequence[Callable[[], Any]], timeout: float | None = None) -> list[Any]:
         results = self.runner.run(functions, timeout)
         for result in results:
-            if isinstance(result, BaseException):
+            if isinstance(result, Exception):
                 raise result
+            if isinstance(result, BaseException):
+                # Would end this process, and leave the others waiting for it
+                raise RuntimeError(f"An environment raised {type(result).__name__}.") from result
         return results
+
+    def close(self, owners: Sequence[Episode | Snapshot]) -> None:
+        """Closes episodes and snapshots. Whatever that raises, and however long it takes, ends nothing."""
+        for result in self.runner.run([owner.close for owner in owners], self.timeout):
+            if isinstance(result, BaseException):
+                self.environment.warn_once("close", f"Closing an environment failed: {describe(result)}", result)
 
 
 class _Run:
@@ -239,10 +255,7 @@ class _Run:
             self.engine.sync.check(error)
             if not self.engine.sync.most(len(self.live)):
                 break
-            # Generation is left out of the attempt: it is collective itself, an error in it reaches all processes
-            requests = self._requests()
-            samples = self._generate(requests)
-            error = self._attempt(self._take_turns, requests, samples)
+            error = self._attempt(self._play_turn)
             self.engine.sync.check(error)
             error = self._attempt(self._score_ready)
             self.engine.sync.check(error)
@@ -262,6 +275,7 @@ class _Run:
     # Starting rollouts
 
     def _start_bare(self, plans: list[RootPlan]) -> None:
+        self._keep_tasks(plans)
         fresh = self._root_episodes([(plan, plan.bare - 1) for plan in plans if plan.bare > 1])
         for plan in plans:
             if plan.bare:
@@ -284,14 +298,62 @@ class _Run:
         found: dict[RootPlan, list[Episode]] = {}
         for plan, episode in zip(jobs, episodes, strict=True):
             if episode.prompt is not None and episode.prompt != plan.episode.prompt:
-                raise ValueError(
-                    "An environment's `reset` gave two different tasks for the same dataset row, so its rollouts can't "
-                    "be compared: make `reset` depend only on its arguments (seed it from the row)."
-                )
+                # An environment that makes its tasks up: rollouts are compared within one task only
+                self.engine.close([episode])
+                if plan.tree.root not in plan.snapshots:
+                    raise ValueError(
+                        "An environment's `reset` gave two different tasks for the same dataset row, so its rollouts "
+                        "can't be compared: make `reset` depend only on its arguments (seed it from the row), or give "
+                        "the environment a `fork()` method."
+                    )
+                episode = plan.snapshots[plan.tree.root].restore()
             found.setdefault(plan, []).append(episode)
         return found
 
+    def _keep_tasks(self, plans: list[RootPlan]) -> None:
+        """Keeps the state that `reset` left, where it gave a task that it might not give again."""
+        chosen = [
+            plan
+            for plan in plans
+            if plan.bare + plan.continuations > 1 and plan.episode.prompt != plan.tree.example.get("prompt")
+        ]
+        jobs = [partial(take_snapshot, plan.episode, None, []) for plan in chosen]
+        for plan, snapshot in zip(chosen, self.engine.runner.run(jobs, self.engine.timeout), strict=True):
+            if isinstance(snapshot, Snapshot):
+                plan.snapshots[plan.tree.root] = snapshot
+
     # One round
+
+    def _play_turn(self) -> None:
+        """Samples the next turn of every live branch, lets environments answer, and ends branches that are over."""
+        requests = self._requests()
+        samples = self._generate(requests)
+        self._check_samples(requests, samples)
+        turns = self._decode(requests, samples)
+        branches, self.live = self.live, []
+        acting: list[_Acting] = []
+        for branch, sample, turn in zip(branches, samples, turns, strict=True):
+            self.stats.turns += 1
+            self.stats.sampled_tokens += len(sample.token_ids)
+            branch.node = branch.plan.tree.add_turn(
+                branch.node,
+                sample.token_ids,
+                logprobs=sample.logprobs,
+                text=turn.text,
+                messages=[turn.message] if sample.token_ids else [],
+            )
+            if sample.finish == "length":
+                # Cut off: nothing is run from a fragment
+                branch.leaf.environment_reward = None
+                self._end(branch, "length")
+            else:
+                end = sample.token_ids[-1] if sample.finish == "eos" else None
+                action = Action(turn.text, turn.message, self._messages(branch), turn.malformed)
+                acting.append(_Acting(branch, action, end))
+        self._answer(acting)
+        self._take_snapshots()
+        if self.engine.progress is not None:
+            self.engine.progress(self.stats, self.done, self.wanted)
 
     def _requests(self) -> list[Request]:
         requests = []
@@ -310,61 +372,71 @@ class _Run:
         self.stats.prefilled_tokens += sum(len(request.context) for request in requests)
         return samples if requests else []
 
-    def _take_turns(self, requests: list[Request], samples: list[Sample]) -> None:
-        """Adds the sampled turns, lets environments answer, and ends the branches that are over."""
-        acting: list[tuple[_Branch, Sample, Action]] = []
-        branches, self.live = self.live, []
-        for branch, request, sample in zip(branches, requests, samples, strict=True):
-            tree = branch.plan.tree
-            self.stats.turns += 1
-            self.stats.sampled_tokens += len(sample.token_ids)
-            tools = self.engine.tools(tree)
-            text, message = self.engine.codec.decode_turn(sample.token_ids, request.context, tools)
-            parent = branch.node
-            branch.node = tree.add_turn(parent, sample.token_ids, logprobs=sample.logprobs, text=text)
-            branch.node.messages = [message] if sample.token_ids else []
-            if sample.finish == "length":
-                # Cut off: nothing is run from a fragment
-                self._end(branch, "length")
-            else:
-                acting.append((branch, sample, Action(text, message, self._messages(branch))))
-        self._answer(acting)
-        if self.engine.progress is not None:
-            self.engine.progress(self.stats, self.done, self.wanted)
+    def _decode(self, requests: list[Request], samples: list[Sample]) -> list[Turned]:
+        tools = [self.engine.tools(branch.plan.tree) for branch in self.live]
+        return self.engine.codec.decode_turns(
+            [(s.token_ids, r.context, t) for s, r, t in zip(samples, requests, tools, strict=True)]
+        )
+
+    def _check_samples(self, requests: list[Request], samples: list[Sample]) -> None:
+        """Refuses what can't be the answer to the requests, before any of it is taken for a branch's next turn."""
+        name = getattr(self.engine.generate, "__qualname__", type(self.engine.generate).__qualname__)
+        if len(samples) != len(requests):
+            raise RuntimeError(
+                f"The generation backend ({name}) returned {len(samples)} turns for {len(requests)} branches: it must "
+                "return one per request, in their order."
+            )
+        for number, (request, sample) in enumerate(zip(requests, samples, strict=True)):
+            if len(sample.token_ids) > request.max_new_tokens:
+                raise RuntimeError(
+                    f"The generation backend ({name}) returned {len(sample.token_ids)} tokens for branch {number}, "
+                    f"which may use {request.max_new_tokens}."
+                )
 
     def _messages(self, branch: _Branch) -> list[dict[str, Any]]:
         prompt = branch.plan.tree.prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        return messages + [dict(message) for turn in branch.node.path() for message in turn.messages]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return messages + [message for turn in branch.node.path() for message in turn.messages]
 
-    def _answer(self, acting: list[tuple[_Branch, Sample, Action]]) -> None:
+    def _answer(self, acting: list[_Acting]) -> None:
         started = time.perf_counter()
         replies = self.engine.runner.run(
-            [partial(branch.episode.step, action) for branch, _, action in acting], self.engine.timeout
+            [partial(branch.episode.step, action) for branch, action, _ in acting], self.engine.timeout
         )
         self.stats.seconds["environment"] += time.perf_counter() - started
-        asking: list[tuple[_Branch, Sample, Action, Reply]] = []
-        for (branch, sample, action), reply in zip(acting, replies, strict=True):
+        asking: list[tuple[_Acting, Reply]] = []
+        for act, reply in zip(acting, replies, strict=True):
+            branch, action, _ = act
             if isinstance(reply, UnsupportedError):
                 raise reply
             if isinstance(reply, BaseException):
-                branch.tainted = branch.tainted or isinstance(reply, TimeoutError)
+                if isinstance(reply, EnvironmentTimeout):
+                    branch.episode.lose(reply)
                 reply = branch.episode.on_error(action, reply)
             self.stats.environment_calls += reply.calls
             self.stats.environment_failures += reply.failures
-            for key, value in reply.info.items():
-                self.stats.info.setdefault(key, []).append(float(value))
+            branch.info |= reply.info
+            branch.leaf.environment_reward = reply.reward
             if reply.done:
-                branch.leaf.environment_reward = reply.reward
                 self._end(branch, "turns" if reply.cut else "final")
             elif self.limits.turns is not None and branch.node.depth >= self.limits.turns:
                 self._end(branch, "turns")
             else:
-                asking.append((branch, sample, action, reply))
-        encoded = self.engine.codec.encode_replies([(reply, s.finish == "eos") for _, s, _, reply in asking])
-        for (branch, _, action, reply), ids in zip(asking, encoded, strict=True):
+                asking.append((act, reply))
+        for (branch, action, _), reply, ids in self._encoded(asking):
             self._continue(branch, action, reply, ids)
-        self._take_snapshots()
+
+    def _encoded(self, asking: list[tuple[_Acting, Reply]]) -> Iterator[tuple[_Acting, Reply, list[int]]]:
+        encode = self.engine.codec.encode_replies
+        for (act, reply), ids in zip(asking, encode([(reply, act.end) for act, reply in asking]), strict=True):
+            if isinstance(ids, Exception):
+                # What the chat template has no form for is answered like any other fault of the environment
+                self.stats.environment_failures += 1
+                reply = act.branch.episode.on_error(act.action, ids)
+                (ids,) = encode([(reply, act.end)])
+                if isinstance(ids, Exception):
+                    raise ids
+            yield act, reply, ids
 
     def _continue(self, branch: _Branch, action: Action, reply: Reply, ids: list[int]) -> None:
         node, tree = branch.node, branch.plan.tree
@@ -385,6 +457,8 @@ class _Run:
         branch.leaf.reason = reason
         branch.leaf.environment = branch.episode.environment
         branch.node.leaf = branch.leaf
+        for key, value in branch.info.items():
+            self.stats.info.setdefault(key, []).append(value)
         self.unscored.append(branch)
         self.done += 1
         if branch.leaf.kind == "bare":
@@ -397,7 +471,7 @@ class _Run:
             for branch in self.live
             if branch.leaf.kind == "bare"
             and branch.plan.continuations
-            and not branch.tainted
+            and not branch.episode.is_tainted
             and branch.node.depth
             and branch.node not in branch.plan.snapshots
         ]
@@ -412,6 +486,10 @@ class _Run:
         for branch, snapshot in zip(chosen, snapshots, strict=True):
             if isinstance(snapshot, BaseException):
                 self._count_unforkable(snapshot)
+                if isinstance(snapshot, EnvironmentTimeout):
+                    # Nor is it tried again in later turns, each of which it would hold up
+                    branch.episode.lose(snapshot)
+                    snapshot.when_returned(_close_late)
             else:
                 branch.plan.snapshots[branch.node] = snapshot
 
@@ -420,9 +498,9 @@ class _Run:
         if not self.engine._warned:
             self.engine._warned = True
             logger.warning(
-                f"The environment's state can't be restored at a prefix, which gets no continuations: {error} Give "
-                "the environment a `fork()` method, or make it deterministic so that its actions can be replayed. Further "
-                "ones are counted in `rollout/unforkable_prefixes`."
+                "The environment's state can't be restored at a prefix, which gets no continuations: "
+                f"{describe(error)} Give the environment a `fork()` method, or make it deterministic so that its "
+                "actions can be replayed. Further ones are counted in `rollout/unforkable_prefixes`."
             )
 
     # Expansion
@@ -443,7 +521,7 @@ class _Run:
         self.unscored = [branch for branch in self.unscored if branch not in scored]
         for branch in branches:
             branch.leaf.environment = None
-            branch.episode.close()
+        self.engine.close([branch.episode for branch in branches])
         self.stats.seconds["reward"] += time.perf_counter() - started
 
     def _expand_ready(self) -> BaseException | None:
@@ -455,15 +533,17 @@ class _Run:
         ready = [plan for plan in self.plans if plan.bare and not plan.running and not plan.expanded]
         error = self._attempt(self._replace_agreeing, ready) if self.engine.is_mixed is not None else None
         expanding = [plan for plan in ready if plan.bare and plan.continuations]
-        predict = self.engine.predict
-        if predict is not None and self.engine.prefix_allocation == "active":
+        if self.engine.predict is not None and self.engine.prefix_allocation == "active":
             if self.engine.sync.most(len(expanding)):
-                started = time.perf_counter()
-                predict([leaf for plan in expanding for leaf in plan.tree.leaves()])
-                self.stats.seconds["predictor"] += time.perf_counter() - started
+                error = self._attempt(self._predict, expanding) or error
         for plan in ready:
             plan.expanded = True
         return error or self._attempt(self._expand, expanding)
+
+    def _predict(self, plans: list[RootPlan]) -> None:
+        started = time.perf_counter()
+        self.engine.predict([leaf for plan in plans for leaf in plan.tree.leaves()])  # type: ignore[misc]
+        self.stats.seconds["predictor"] += time.perf_counter() - started
 
     def _replace_agreeing(self, plans: list[RootPlan]) -> None:
         for plan in plans:
@@ -476,7 +556,7 @@ class _Run:
             self.stats.discarded_tokens += sum(len(turn.token_ids) for turn in plan.tree.turns())
             self.wanted += plan.bare
             plan.bare = 0
-            self._close_snapshots(plan)
+            self._close_snapshots([plan])
             self.plans[self.plans.index(plan)] = reserve
             self._start_bare([reserve])
 
@@ -491,55 +571,67 @@ class _Run:
                 if not chosen:
                     from_root.append((plan, count))
             pending = self._restore(jobs)
-        for plan in plans:
-            self._close_snapshots(plan)
         # A prompt without an eligible prefix spends its continuations at the root: the batch is always full
         for plan, episodes in self._root_episodes(from_root).items():
             self.stats.extra_rollouts += len(episodes)
             for episode in episodes:
                 self._start(plan, plan.tree.root, episode, "extra")
+        self._close_snapshots(plans)
 
     def _choose_prefixes(self, plan: RootPlan, count: int) -> list[Turn]:
         """Prefixes to continue from, each as often as it was allotted; empty if none is eligible."""
+        factual = [(turn, turn.leaf) for turn in plan.tree.leaves() if turn.leaf is not None]
         eligible = [
-            (turn, leaf.leaf.success)
-            for leaf in plan.tree.leaves()
-            if leaf.leaf.kind == "bare" and leaf.leaf.success is not None
-            for turn in leaf.path()
-            if turn in plan.snapshots
+            (prefix, leaf.success)
+            for turn, leaf in factual
+            if leaf.kind == "bare" and leaf.success is not None
+            for prefix in turn.path()
+            if prefix in plan.snapshots
         ]
         if not eligible:
             return []
-        values = [0.5 if turn.value is None else turn.value for turn, _ in eligible]
+        values = [0.5 if prefix.value is None else prefix.value for prefix, _ in eligible]
         counts = PREFIX_ALLOCATORS[self.engine.prefix_allocation](
             values, [success for _, success in eligible], budget=count, seed=int(self.random.integers(2**31))
         )
-        return [turn for (turn, _), repeats in zip(eligible, counts, strict=True) for _ in range(repeats)]
+        return [prefix for (prefix, _), repeats in zip(eligible, counts, strict=True) for _ in range(repeats)]
 
     def _restore(self, jobs: list[tuple[RootPlan, Turn]]) -> dict[RootPlan, int]:
         """Starts a branch per job. Returns how many could not be started, per plan; their prefixes are struck off."""
         started = time.perf_counter()
-        restores = [plan.snapshots[node].restore for plan, node in jobs]
-        episodes = self.engine.runner.run(restores, self.engine.timeout)
+        snapshots = {node: plan.snapshots[node] for plan, node in jobs}
+        episodes = self.engine.runner.run([snapshots[node].restore for _, node in jobs], self.engine.timeout)
         self.stats.seconds["environment"] += time.perf_counter() - started
         failed: dict[RootPlan, int] = {}
+        struck_off: list[Snapshot] = []
         for (plan, node), episode in zip(jobs, episodes, strict=True):
             if isinstance(episode, BaseException):
                 failed[plan] = failed.get(plan, 0) + 1
-                if plan.snapshots.pop(node, None) is not None:
+                snapshot = plan.snapshots.pop(node, None)
+                if snapshot is not None:
                     self._count_unforkable(episode)
+                    struck_off.append(snapshot)
+                if isinstance(episode, EnvironmentTimeout):
+                    snapshots[node].lose(episode)
+                    episode.when_returned(_close_late)
             else:
                 self._start(plan, node, episode, "continuation")
+        self.engine.close(struck_off)
         return failed
 
-    @staticmethod
-    def _close_snapshots(plan: RootPlan) -> None:
-        for snapshot in plan.snapshots.values():
-            snapshot.close()
-        plan.snapshots.clear()
+    def _close_snapshots(self, plans: Sequence[RootPlan]) -> None:
+        self.engine.close([snapshot for plan in plans for snapshot in plan.snapshots.values()])
+        for plan in plans:
+            plan.snapshots.clear()
 
     def _finish(self) -> None:
         if self.unscored:
             self._score(self.unscored)
-        for plan in self.plans:
-            self._close_snapshots(plan)
+        self._close_snapshots(self.plans)
+        self.engine.close([reserve.episode for reserve in self.reserves])
+
+
+def _close_late(result: Any) -> None:
+    """Closes what a call came to that had been given up."""
+    if isinstance(result, (Episode, Snapshot)):
+        result.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +61,7 @@ class TransformersGenerator:
     def __init__(self, trainer: Any, stop_strings: Sequence[str] | None = None):
         self.trainer = trainer
         self.stop_strings = list(stop_strings or [])
+        self._stop: TurnStopStrings | None = None
 
     def __call__(self, requests: Sequence[Request]) -> list[Sample]:
         trainer = self.trainer
@@ -79,7 +81,7 @@ class TransformersGenerator:
             for (ids, stopped), request in zip(rows, requests, strict=True)
         ]
 
-    def _unwrapped(self, **kwargs: Any):
+    def _unwrapped(self, **kwargs: Any) -> AbstractContextManager[Any]:
         trainer = self.trainer
         return unwrap_model_for_generation(
             trainer.model_wrapped,
@@ -97,7 +99,7 @@ class TransformersGenerator:
         attention_mask = pad([torch.ones_like(tensor) for tensor in tensors], padding_value=0, **padding)
         device = trainer.accelerator.device
         start = input_ids.size(1)
-        stop = TurnStopStrings(trainer._tokenizer, self.stop_strings, start) if self.stop_strings else None
+        stop = self._stop_strings(start)
         with (
             profiling_context(trainer, "transformers.generate"),
             # TRL passes its own settings in place of the model's generation config (huggingface/transformers#42762)
@@ -114,6 +116,15 @@ class TransformersGenerator:
         completions = output[:, start:].cpu()
         lengths, stopped = row_lengths(completions, trainer.eos_token_ids, stop.lengths if stop else None)
         return [(row[:length].tolist(), s) for row, length, s in zip(completions, lengths, stopped, strict=True)]
+
+    def _stop_strings(self, start: int) -> TurnStopStrings | None:
+        if not self.stop_strings:
+            return None
+        if self._stop is None:
+            # Made once: it looks at every token of the vocabulary
+            self._stop = TurnStopStrings(self.trainer._tokenizer, self.stop_strings)
+        self._stop.begin(start)
+        return self._stop
 
     def _generate_batched(self, contexts: list[list[int]], config: Any) -> list[tuple[list[int], bool]]:
         trainer = self.trainer
@@ -150,16 +161,19 @@ class TransformersGenerator:
 class TurnStopStrings(StopStringCriteria):
     """
     transformers' stop strings, looked for in the sampled tokens only (never across the end of the prompt), and with
-    the
-    exact length at which each row stopped: the padding that follows may be an end-of-turn token itself.
+    the exact length at which each row stopped: the padding that follows may be an end-of-turn token itself.
 
     Attributes:
         lengths (`torch.Tensor` or `None`): shape `(rows,)`, sampled tokens up to and including the stop string; -1 for
             rows that no stop string ended.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str], start: int):
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str]):
         super().__init__(tokenizer, list(stop_strings))
+        self.begin(0)
+
+    def begin(self, start: int) -> None:
+        """Readies it for another call of `generate`, whose prompts are padded to `start` tokens."""
         self.start = start
         self.lengths: torch.Tensor | None = None
 

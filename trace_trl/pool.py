@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from datasets import IterableDataset
+
 from .allocation import ROOT_ALLOCATORS
 from .engine import RootPlan
 from .environments.base import Episode
@@ -27,18 +29,42 @@ class Candidate:
     value: float | None = None
 
 
-def allocate(pool: list[Candidate], args: Any, seed: int) -> list[int]:
-    """Bare rollouts `m_i` of every candidate of the pool, by the configured allocator."""
+def fill_first_pool(dataset: IterableDataset, pool_size: int) -> IterableDataset:
+    """A stream that starts over where it ends before its first pool is full.
+
+    Incomplete pools are dropped, as TRL drops incomplete batches. Of a short stream nothing would be left, though TRL,
+    whose batches hold fewer prompts than a pool, could train on it.
+    """
+
+    def fill(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        if indices[0] > 0 or len(indices) >= pool_size:
+            return batch
+        return {key: [values[i % len(values)] for i in range(pool_size)] for key, values in batch.items()}
+
+    return dataset.map(fill, with_indices=True, batched=True, batch_size=pool_size)
+
+
+def allocate(pool: list[Candidate], args: Any, seed: int, parts: int = 1) -> list[int]:
+    """Bare rollouts `m_i` of every candidate of the pool, by the configured allocator.
+
+    Args:
+        parts: number of equal parts of the pool that each get an equal part of the budget.
+    """
     # DAPO starts out uniform; what it resamples depends on outcomes
     name = "uniform" if args.root_allocation == "dapo" else args.root_allocation
-    counts = ROOT_ALLOCATORS[name](
-        [0.5 if candidate.value is None else candidate.value for candidate in pool],
-        budget=args.rollout_budget,
-        max_per_root=args.max_rollouts_per_root,
-        group_size=args.rollouts_per_group,
-        seed=seed,
-    )
-    return [int(count) for count in counts]
+    values = [0.5 if candidate.value is None else candidate.value for candidate in pool]
+    size = len(values) // parts
+    return [
+        int(count)
+        for part in range(parts)
+        for count in ROOT_ALLOCATORS[name](
+            values[part * size : (part + 1) * size],
+            budget=args.rollout_budget // parts,
+            max_per_root=args.max_rollouts_per_root,
+            group_size=args.rollouts_per_group,
+            seed=seed + part,
+        )
+    ]
 
 
 def shares(counts: list[int], process_index: int, num_processes: int) -> list[int]:
@@ -77,10 +103,16 @@ def make_plans(
         reset: resets an episode for a candidate that another process has reset.
         with_reserves: whether candidates of this process that got no rollout are kept as reserves.
     """
-    plans, reserves = [], []
+    plans: list[RootPlan] = []
+    reserves: list[RootPlan] = []
     foreign = [index for index, bare in enumerate(own) if bare and index not in local]
-    rows = [(pool[index].example, pool[index].example.get("prompt", pool[index].prompt)) for index in foreign]
+    rows = [(pool[index].example, pool[index].example.get("prompt")) for index in foreign]
     episodes = {**local, **dict(zip(foreign, reset(rows), strict=True))}
+    if any(episodes[index].prompt != pool[index].prompt for index in foreign):
+        raise ValueError(
+            "An environment's `reset` gave another task on another process for the same dataset row, so its rollouts "
+            "can't be shared between processes: make `reset` depend only on its arguments (seed it from the row)."
+        )
     for index, (candidate, budget, bare) in enumerate(zip(pool, counts, own, strict=True)):
         is_reserve = with_reserves and not budget and index in local
         if bare or is_reserve:

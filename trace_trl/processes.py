@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from .tree import RemoteChild, RolloutTree
+from .advantages import RewardStats, normalize_then_sum
+from .tree import RemoteChild, RolloutTree, Turn
 
 
 class AcceleratorSync:
@@ -28,8 +30,18 @@ class AcceleratorSync:
                 raise error
             raise RuntimeError("Another process failed during rollouts; its own error is in its output.")
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is raised inside on one process ends all of them, in `check`'s way."""
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.check(error)
 
-def share_roots(trees: list[RolloutTree], process_index: int, num_processes: int) -> None:
+
+def share_roots(trees: Sequence[RolloutTree], process_index: int, num_processes: int) -> None:
     """Fills `remote` of every tree whose prompt has rollouts on other processes too."""
     if num_processes == 1:
         return
@@ -48,5 +60,31 @@ def share_roots(trees: list[RolloutTree], process_index: int, num_processes: int
         ]
 
 
-def _rewards(child: Any) -> list[float]:
-    return [leaf.leaf.reward for leaf in child.leaves()]
+def batch_reward_std(trees: Sequence[RolloutTree]) -> float:
+    """Sample standard deviation of the rewards of all leaves of all processes (`scale_rewards="batch"`)."""
+    return RewardStats.of(gather_object([reward for tree in trees for reward in _rewards(tree.root)])).std
+
+
+@contextmanager
+def normalized_rewards(
+    trees: Sequence[RolloutTree], weights: Sequence[float], process_index: int, num_processes: int
+) -> Iterator[None]:
+    """While this is open, each leaf's reward is the sum of its reward functions' normalised ones
+    (`multi_objective_aggregation="normalize_then_sum"`), and what trees know of other processes agrees with that.
+    """
+    leaves = [(tree.index, leaf) for tree in trees for turn in tree.leaves() if (leaf := turn.leaf) is not None]
+    rows = gather_object([(process_index, index, leaf.rewards) for index, leaf in leaves])
+    normalized = normalize_then_sum([rewards for _, _, rewards in rows], [index for _, index, _ in rows], weights)
+    own = [r for r, (process, _, _) in zip(normalized, rows, strict=True) if process == process_index]
+    original = [leaf.reward for _, leaf in leaves]
+    for (_, leaf), reward in zip(leaves, own, strict=True):
+        leaf.reward = reward
+    share_roots(trees, process_index, num_processes)
+    yield
+    for (_, leaf), reward in zip(leaves, original, strict=True):
+        leaf.reward = reward
+    share_roots(trees, process_index, num_processes)
+
+
+def _rewards(node: Turn) -> list[float]:
+    return [leaf.leaf.reward for leaf in node.leaves() if leaf.leaf is not None]

@@ -2,23 +2,47 @@
 The numbers logged for one generation. `docs/metrics.md` explains each.
 
 Every process makes a record of its own trees; [`summarise`] turns the records of all processes into metrics, so that a
-prompt that spans processes is counted once.
+prompt that spans processes is counted once. Functions that gather are called by all processes together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from accelerate.utils import gather_object
+
+from .advantages import reward_statistics
 from .engine import Stats
 from .metrics import auroc, brier_score, effective, expected_calibration_error, mixed_anchor_counts
 from .rows import Rows
-from .tree import RolloutTree
+from .tree import Leaf, RolloutTree, Turn
 
 
 MAX_DEPTH = 8  # deeper anchors are logged together
+
+
+def rollout_metrics(
+    trees: Sequence[RolloutTree], stats: Stats, success_threshold: float, training: bool, tools: bool = False
+) -> dict[str, float]:
+    """Metrics of one generation over all processes. Gathers.
+
+    Args:
+        trees: this process's scored trees.
+        stats: what its engine did.
+        success_threshold: reward from which a leaf is a success.
+        training: whether prompts had groups of rollouts, so that ratios and calibration mean something.
+        tools: whether the policy had tools; adds what TRL logs of their calls.
+    """
+    records = gather_object([record(trees, stats, success_threshold)])
+    metrics = summarise(records, training)
+    if tools:
+        calls, failures = metrics["rollout/environment_calls"], metrics["rollout/environment_failures"]
+        metrics["tools/call_frequency"] = calls / sum(len(r["depths"]) for r in records)
+        metrics["tools/failure_frequency"] = failures / max(calls, 1)
+    return metrics
 
 
 def record(trees: Sequence[RolloutTree], stats: Stats, success_threshold: float) -> dict[str, Any]:
@@ -31,16 +55,16 @@ def record(trees: Sequence[RolloutTree], stats: Stats, success_threshold: float)
         counts = mixed_anchor_counts(tree, success_threshold)
         mixed += counts[0] - int(is_effective and is_branched)
         branched += counts[1] - int(is_branched)
-    leaves = [turn for tree in trees for turn in tree.leaves()]
-    path_tokens = sum(len(node.token_ids) for turn in leaves for node in turn.path())
+    leaves = [(turn, leaf_of(turn)) for tree in trees for turn in tree.leaves()]
+    path_tokens = sum(len(node.token_ids) for turn, _ in leaves for node in turn.path())
     tree_tokens = sum(len(node.token_ids) for tree in trees for node in tree.turns())
     return {
         "roots": roots,
         "prefixes": (mixed, branched),
         "predictions": [pair for tree in trees for pair in predictions(tree)],
-        "successes": [turn.leaf.success for turn in leaves],
-        "depths": [turn.depth for turn in leaves],
-        "kinds": [turn.leaf.kind for turn in leaves],
+        "successes": [leaf.success for _, leaf in leaves],
+        "depths": [turn.depth for turn, _ in leaves],
+        "kinds": [leaf.kind for _, leaf in leaves],
         "saved_tokens": path_tokens - tree_tokens,
         "stats": asdict(stats),
     }
@@ -48,13 +72,13 @@ def record(trees: Sequence[RolloutTree], stats: Stats, success_threshold: float)
 
 def predictions(tree: RolloutTree) -> list[tuple[int, float, bool]]:
     """`(depth, value, outcome)` of every anchor of every bare rollout: an outcome is one draw from its anchor, and was
-    not seen by the predictor when it gave the value. Continuations start where an outcome was already known, and are left
-    out.
+    not seen by the predictor when it gave the value. Continuations start where an outcome was already known, and are
+    left out.
     """
     return [
-        (anchor.depth, anchor.value, turn.leaf.success)
-        for turn in tree.leaves()
-        if turn.leaf.kind == "bare" and turn.leaf.success is not None
+        (anchor.depth, anchor.value, leaf.success)
+        for turn, leaf in ((turn, leaf_of(turn)) for turn in tree.leaves())
+        if leaf.kind == "bare" and leaf.success is not None
         for anchor in (tree.root, *turn.path()[:-1])
         if anchor.value is not None
     ]
@@ -110,9 +134,19 @@ def _calibration(pairs: Sequence[tuple[int, float, bool]]) -> dict[str, float]:
         metrics["predictor/auroc"] = auroc(values, outcomes)
     for depth in sorted({min(depth, MAX_DEPTH) for depth, _, _ in pairs}):
         chosen = [(v, o) for d, v, o in pairs if min(d, MAX_DEPTH) == depth]
-        metrics[f"predictor/brier_depth_{depth}"] = brier_score(*zip(*chosen))
-        metrics[f"predictor/auroc_depth_{depth}"] = auroc(*zip(*chosen))
+        metrics[f"predictor/brier_depth_{depth}"] = brier_score(*zip(*chosen, strict=True))
+        metrics[f"predictor/auroc_depth_{depth}"] = auroc(*zip(*chosen, strict=True))
     return metrics
+
+
+def gather_lengths(rows: Rows) -> tuple[list[int], list[bool], int]:
+    """Sampled tokens of each row and whether it was truncated, rows of all processes, and all tokens that the policy
+    read or sampled. Gathers.
+    """
+    sampled = [sum(mask) for mask in rows.sampled_mask]
+    everyone = gather_object(list(zip(sampled, rows.truncated, map(len, rows.prompt_ids), strict=True)))
+    lengths, truncated, prompts = (list(column) for column in zip(*everyone, strict=True))
+    return lengths, truncated, sum(lengths) + sum(prompts)
 
 
 def length_metrics(sampled: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
@@ -129,19 +163,29 @@ def length_metrics(sampled: Sequence[int], truncated: Sequence[bool]) -> dict[st
     }
 
 
-def sampled_lengths(rows: Rows) -> list[int]:
-    return [sum(mask) for mask in rows.sampled_mask]
+def gather_groups(rows: Rows) -> tuple[list[bool], list[float]]:
+    """Of each row, rows of all processes: whether the rewards of its prompt's leaves are all equal, and the advantage
+    of its last turn, for tables that hold one number per completion. Gathers.
+    """
+    std = {id(tree): reward_statistics(tree)[tree.root].std for tree, _ in rows.leaves}
+    everyone = gather_object([(std[id(tree)] < 1e-8, turn.advantage) for tree, turn in rows.leaves])
+    return [zero for zero, _ in everyone], [advantage for _, advantage in everyone]
 
 
-def leaf_advantages(rows: Rows) -> list[float]:
-    """The advantage of each row's last turn, for tables that hold one number per completion."""
-    return [turn.advantage for _, turn in rows.leaves]
+def extra_columns(rows: Rows, known: Iterable[str] = ()) -> dict[str, list[Any]]:
+    """What reward functions logged with `log_extra`, in the order of the rows.
+
+    Args:
+        known: columns of earlier generations, which get a value in every later row, so that columns stay aligned.
+    """
+    extras = [leaf_of(turn).extras for _, turn in rows.leaves]
+    columns = sorted({*known, *(column for row in extras for column in row)})
+    return {column: [row.get(column) for row in extras] for column in columns}
 
 
-def extra_columns(rows: Rows) -> dict[str, list[Any]]:
-    """What reward functions logged with `log_extra`, in the order of the rows."""
-    columns = sorted({column for _, turn in rows.leaves for column in turn.leaf.extras})
-    return {column: [turn.leaf.extras.get(column) for _, turn in rows.leaves] for column in columns}
+def leaf_of(turn: Turn) -> Leaf:
+    assert turn.leaf is not None
+    return turn.leaf
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,9 +1,9 @@
 """
 Every private name of TRL that this package rests on, in one place.
 
-TRL may change private names in any release. The package therefore pins TRL's minor version, and [`check_trl`] compares
-what is installed with what was built against when a trainer is constructed: an upgrade fails with a sentence that names the
-difference, not with a wrong number.
+TRL may change private names in any release. The package therefore pins TRL's minor version, and when a trainer is
+constructed, [`check_trl`] compares what is installed with what was built against: an upgrade fails with a sentence
+that names the difference, not with a wrong number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.version import Version
 
 SUPPORTED = (Version("1.16.0"), Version("1.17.0"))  # from the first up to, but without, the second
 
-# Methods of GRPOTrainer that TRACETrainer overrides, with their parameters
+# Methods of GRPOTrainer that TRACETrainer overrides, inherited ones included, with their parameters
 OVERRIDDEN = {
     "get_train_dataloader": ("self",),
     "_get_train_sampler": ("self", "dataset"),
@@ -25,47 +25,73 @@ OVERRIDDEN = {
     "_generate": ("self", "prompts"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    "_save": ("self", "output_dir", "state_dict"),
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
 }
 
-# Methods of GRPOTrainer that are called but not overridden
+# Methods that are called but not overridden
 CALLED = {
-    "_tokenize_prompts": ("self", "prompts"),
+    "_get_dataloader": (
+        "self",
+        "dataset",
+        "description",
+        "batch_size",
+        "sampler_fn",
+        "is_training",
+        "dataloader_key",
+    ),
+    "_get_output_dir": ("self", "trial"),
     "_log_metric": ("self", "name", "value"),
-    "_compute_loss": ("self", "model", "inputs"),
-    "_prepare_inputs": ("self", "generation_batch"),
+    "_tokenize_prompts": ("self", "prompts"),
+}
+
+# What a method of GRPOTrainer looks up by name, and gets from this package
+LOOKED_UP = {
+    "_prepare_inputs": ("_generate_and_score_completions",),
+    "_generate_and_score_completions": (
+        "_generate",
+        "_calculate_rewards",
+        "environment_factories",
+        "environments",
+        "tools",
+        "mask_truncated_completions",
+        "_logs",
+        "_metrics",
+        "_pending_extra_logs",
+    ),
+    "_tokenize_prompts": ("_batch_environments", "_env_tools", "environment_factories"),
 }
 
 # Attributes that GRPOTrainer's constructor sets
 ATTRIBUTES = (
-    "_buffered_inputs",
     "_dist",
     "_has_async_funcs",
-    "_is_vlm",
     "_logs",
     "_metrics",
     "_multi_environment",
     "_pending_extra_logs",
     "_standalone_tools",
-    "_step",
     "_tokenizer",
     "chat_template",
     "chat_template_kwargs",
+    "continuous_batching_config",
     "environment_factories",
     "environments",
     "eos_token_ids",
     "generation_config",
     "generation_kwargs",
     "mask_truncated_completions",
-    "max_tool_calling_iterations",
     "multi_objective_aggregation",
-    "num_generations_eval",
+    "num_generations",
+    "num_iterations",
+    "pad_to_multiple_of",
     "reward_func_names",
     "reward_funcs",
     "reward_processing_classes",
     "reward_weights",
     "scale_rewards",
+    "shuffle_dataset",
     "tools",
     "use_transformers_continuous_batching",
 )
@@ -73,28 +99,45 @@ ATTRIBUTES = (
 # Set as well where an `environment_factory` is given
 ENVIRONMENT_ATTRIBUTES = ("_env_tools", "_environment_pool")
 
+# Set as well where a reward function or a tool is async
+ASYNC_ATTRIBUTES = ("async_loop", "async_loop_thread")
+
 
 def check_trl() -> None:
     """Raises `ImportError` if the installed TRL is not one this package was built against."""
     version = Version(trl.__version__)
     if not SUPPORTED[0] <= version < SUPPORTED[1]:
         raise ImportError(
-            f"trace_trl builds on private parts of TRL and supports trl>={SUPPORTED[0]},<{SUPPORTED[1]}, but {version} "
-            f"is installed: run `pip install 'trl>={SUPPORTED[0]},<{SUPPORTED[1]}'`, or upgrade trace_trl."
+            f"trace_trl builds on private parts of TRL and supports trl>={SUPPORTED[0]},<{SUPPORTED[1]}, but "
+            f"{version} is installed: run `pip install 'trl>={SUPPORTED[0]},<{SUPPORTED[1]}'`, or upgrade trace_trl."
         )
     for name, expected in (OVERRIDDEN | CALLED).items():
         method = getattr(trl.GRPOTrainer, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
         if found != expected:
+            has = f"no GRPOTrainer.{name}" if found is None else f"GRPOTrainer.{name}({', '.join(found)})"
             raise ImportError(
-                f"trl {version} has GRPOTrainer.{name}{'' if found is None else found}, but trace_trl was built "
-                f"against {name}{expected}: install a trl release that trace_trl supports."
+                f"trl {version} has {has}, but trace_trl was built against {name}({', '.join(expected)}): install a "
+                "trl release that trace_trl supports."
+            )
+    for name, expected in LOOKED_UP.items():
+        method = getattr(trl.GRPOTrainer, name, None)
+        names = () if method is None else inspect.unwrap(method).__code__.co_names
+        missing = [wanted for wanted in expected if wanted not in names]
+        if missing:
+            raise ImportError(
+                f"GRPOTrainer.{name} of trl {version} does not use {', '.join(missing)}, through which trace_trl "
+                "answers it: install a trl release that trace_trl supports."
             )
 
 
 def check_trainer(trainer: Any) -> None:
     """Raises `ImportError` if a constructed trainer lacks an attribute this package reads."""
-    names = ATTRIBUTES + (ENVIRONMENT_ATTRIBUTES if trainer.environment_factories is not None else ())
+    names = list(ATTRIBUTES)
+    if getattr(trainer, "environment_factories", None) is not None:
+        names += ENVIRONMENT_ATTRIBUTES
+    if getattr(trainer, "_has_async_funcs", False):
+        names += ASYNC_ATTRIBUTES
     missing = [name for name in names if not hasattr(trainer, name)]
     if missing:
         raise ImportError(

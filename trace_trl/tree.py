@@ -16,7 +16,6 @@ This module knows nothing of torch, TRL or processes.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -203,7 +202,7 @@ class RolloutTree:
             depth=parent.depth + 1,
             logprobs=None if logprobs is None else list(logprobs),
             text=text,
-            messages=copy.deepcopy(list(messages)),
+            messages=copy_messages(messages),
             leaf=leaf,
             history_length=parent.history_length + len(token_ids) + len(observation_ids),
         )
@@ -267,3 +266,15 @@ class RolloutTree:
                 turn.target = sum(target * count for target, count in children) / counts[turn]
             else:
                 turn.target = sum(target for target, _ in children) / len(children)
+
+
+def copy_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of chat messages, tool calls and content blocks included: changing them changes nothing else."""
+    return [_copy(message) for message in messages]
+
+
+def _copy(value: Any) -> Any:
+    # Several times as fast as `copy.deepcopy`, and every message of every live branch goes through it in every round
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

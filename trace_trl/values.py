@@ -8,13 +8,13 @@ anchors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .pool import Candidate
-from .predictor import HiddenStates, PredictorTrainer
+from .predictor import HiddenStates, PredictorTrainer, SuccessPredictor
 from .tree import RolloutTree, Turn
 
 
@@ -103,3 +103,36 @@ def anchors_above(leaf: Turn) -> list[Turn]:
         nodes.append(node)
         node = node.parent
     return nodes[::-1]
+
+
+def make_values(trainer: Any, most: Callable[[int], int]) -> AnchorValues | None:
+    """The values that the options of a trainer ask for, with a fresh head; `None` if none are needed.
+
+    Args:
+        trainer (`TRACETrainer`): gives the policy and the options.
+        most (`Callable`): the largest of a number over all processes.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    if not (args.needs_predictor or args.train_predictor):
+        return None
+    size = trainer.model.config.get_text_config().hidden_size
+    predictor = SuccessPredictor(size, args.predictor_hidden_size, seed=args.seed).to(accelerator.device)
+    several = accelerator.num_processes > 1
+    predictor_trainer = PredictorTrainer(
+        predictor,
+        learning_rate=args.predictor_learning_rate,
+        weight_decay=args.predictor_weight_decay,
+        passes=args.predictor_passes,
+        batch_size=args.predictor_batch_size,
+        buffer_size=args.predictor_buffer_size,
+        seed=args.seed + accelerator.process_index,
+        reduce=(lambda gradient: accelerator.reduce(gradient, "mean")) if several else None,
+    )
+    hidden_states = HiddenStates(
+        model=trainer.model,
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        batch_size=max(args.per_device_train_batch_size, args.per_device_eval_batch_size),
+        context=accelerator.autocast,
+        most=most,
+    )
+    return AnchorValues(hidden_states, predictor_trainer)

@@ -12,9 +12,16 @@ once per turn of a live branch, many branches at a time. An episode's state belo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from .runner import EnvironmentTimeout, GetLoop, settle
+
+
+logger = logging.getLogger(__name__)
 
 
 class ForkError(RuntimeError):
@@ -33,10 +40,10 @@ class StepResult:
         observation (`str`, `list[dict]` or `None`): what the policy reads next: plain text, chat messages, or nothing.
         done (`bool`): whether the episode ended with this turn. The observation of a last turn is not shown to the
             policy.
-        reward (`float` or `None`): on the last step, a terminal reward that is added to `reward_funcs` with weight 1.
-            On earlier steps it is ignored.
+        reward (`float` or `None`): on the last step, a terminal reward that is added to `reward_funcs` with weight 1,
+            whether the environment or a limit made it the last. On earlier steps it is ignored.
         state (`Any` or `None`): the new state; `None` keeps the one that was passed in, changed in place or not.
-        info (`dict` or `None`): numbers to log; averaged over leaves under `env/<key>`.
+        info (`dict` or `None`): numbers to log; the last ones of each leaf are averaged under `env/<key>`.
     """
 
     observation: str | list[dict[str, Any]] | None = None
@@ -53,12 +60,15 @@ class Action:
     Attributes:
         text (`str`): the decoded turn, special tokens left out.
         message (`dict`): the assistant message, parsed (`tool_calls` included where the template has them).
-        messages (`list[dict]`): the conversation so far, prompt and this turn included; a copy, free to be changed.
+        messages (`list[dict]`): the conversation so far, prompt and this turn included. It belongs to the tree and to
+            the record for replay: an episode that hands it to foreign code hands out a copy.
+        malformed (`bool`): whether the turn holds a tool call that could not be parsed; `message` is its text then.
     """
 
     text: str
     message: dict[str, Any]
     messages: Sequence[dict[str, Any]]
+    malformed: bool = False
 
 
 @dataclass(slots=True)
@@ -70,7 +80,7 @@ class Reply:
         text (`str` or `None`): raw text to be appended instead, for prompts that are plain strings.
         done (`bool`): the episode is over; nothing is rendered.
         cut (`bool`): with `done`, that a limit of the environment ended it: the leaf counts as truncated.
-        reward (`float` or `None`): terminal reward owned by the environment.
+        reward (`float` or `None`): terminal reward owned by the environment, if this is the last answer.
         calls (`int`), failures (`int`): tool or environment calls made, and how many of them failed.
         info (`dict`): numbers to log.
     """
@@ -91,15 +101,17 @@ class Episode:
     Attributes:
         prompt (`str` or `list[dict]`): what the policy is shown first, a reset observation included.
         environment (`Any`): the object that reward functions receive in `environments`; `None` where there is none.
-        is_async (`bool`): whether `step` is a coroutine function.
+        loop (`Callable`): gives the event loop of async environments; `None` where there is none.
     """
 
     prompt: Any
     environment: Any = None
-    is_async: bool = False
+    loop: GetLoop | None = None
+    _lost: tuple[EnvironmentTimeout, ...] = ()
 
     def step(self, action: Action) -> Reply:
-        """Answers one turn. May raise: `on_error` turns any exception into an observation that the policy reads."""
+        """Answers one turn; may be a coroutine function. May raise: `on_error` turns any exception into an observation
+        that the policy reads."""
         raise NotImplementedError
 
     def on_error(self, action: Action, error: BaseException) -> Reply:
@@ -107,12 +119,12 @@ class Episode:
         raise NotImplementedError
 
     def replay(self, action: Action) -> Reply:
-        """`step` with its errors answered, from a plain thread: plays a recorded turn again."""
+        """`step` with its errors answered, in a worker: plays a recorded turn again."""
         try:
-            return self.step(action)
+            return settle(self.step(action), self.loop)
         except UnsupportedError:
             raise
-        except Exception as error:
+        except BaseException as error:  # as the runner does: an environment may try to exit
             return self.on_error(action, error)
 
     def fork(self) -> Episode:
@@ -122,12 +134,71 @@ class Episode:
     def close(self) -> None:
         """Called once when the branch no longer needs its environment."""
 
+    def lose(self, error: EnvironmentTimeout) -> None:
+        """Notes that a call on this episode was given up, and may still be at work."""
+        self._lost += (error,)
+
+    @property
+    def is_tainted(self) -> bool:
+        """Whether the state is unknown, since a call was given up: it is never forked, nor used for another branch."""
+        return bool(self._lost)
+
+    def when_free(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when no call that was given up is at work on this episode any more; at once if none is."""
+        lost = list(self._lost)
+
+        def proceed(_: Any = None) -> None:
+            if lost:
+                lost.pop().when_returned(proceed)
+            else:
+                callback()
+
+        proceed()
+
 
 class Environment:
     """Hands out episodes. `reset` may be called from several threads at once, each time for another example."""
 
+    _warned: frozenset[str] = frozenset()
+
     def reset(self, example: dict[str, Any], prompt: Any) -> Episode:
         raise NotImplementedError
 
+    def warn_once(self, kind: str, message: str, error: BaseException | None = None) -> None:
+        """Logs the first warning of a kind, with the traceback of `error`."""
+        if kind not in self._warned:
+            self._warned |= {kind}
+            logger.warning(message, exc_info=error)
+
     def close(self) -> None:
         """Called when training ends."""
+
+
+def copy_plain(value: Any) -> Any:
+    """A deep copy. Several times faster than `copy.deepcopy` on dictionaries, lists, strings and numbers."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float or kind is bool or value is None:
+        return value
+    if kind is dict:
+        return {key: copy_plain(item) for key, item in value.items()}
+    if kind is list:
+        return [copy_plain(item) for item in value]
+    return copy.deepcopy(value)
+
+
+def describe(error: BaseException) -> str:
+    """The text of an error that a policy reads; never empty."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # of a foreign `__str__`
+        return type(error).__name__
+
+
+def close_object(target: Any, loop: GetLoop | None, owner: Environment) -> None:
+    """Calls the object's own `close()`, sync or async, if it has one. What it raises is logged: it ends nothing."""
+    close = getattr(target, "close", None)
+    if callable(close):
+        try:
+            settle(close(), loop)
+        except Exception as error:
+            owner.warn_once("close", f"Closing {type(target).__name__} raised {type(error).__name__}.", error)

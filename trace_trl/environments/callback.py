@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import functools
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .base import Action, Environment, Episode, ForkError, Reply, StepResult, UnsupportedError
+from .base import (
+    Action,
+    Environment,
+    Episode,
+    Reply,
+    StepResult,
+    UnsupportedError,
+    close_object,
+    copy_plain,
+    describe,
+)
 from .forking import copy_state
+from .runner import EnvironmentTimeout, GetLoop, settle
 
 
-EnvStep = Callable[[Any, str, list[dict[str, Any]]], StepResult]
+EnvStep = Callable[[Any, str, list[dict[str, Any]]], StepResult | Awaitable[StepResult]]
 EnvReset = Callable[[dict[str, Any]], Any]
 
 
@@ -25,6 +35,9 @@ class CallbackEnvironment(Environment):
             of the dataset row.
         conversational (`bool`): whether observations are rendered as chat messages (of the user) or appended as text.
         loop (`Callable`): gives the event loop async callbacks run on.
+
+    Raises:
+        TypeError: if a callback can't be called with these arguments.
     """
 
     def __init__(
@@ -32,51 +45,50 @@ class CallbackEnvironment(Environment):
         env_step: EnvStep,
         env_reset: EnvReset | None = None,
         conversational: bool = True,
-        loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        loop: GetLoop | None = None,
     ):
+        _check_signature("env_step", env_step, "state", "action", "messages")
+        if env_reset is not None:
+            _check_signature("env_reset", env_reset, "example")
         self.env_step = env_step
         self.env_reset = env_reset
         self.conversational = conversational
         self.loop = loop
+        self.episode_class = AsyncCallbackEpisode if _is_async(env_step) else CallbackEpisode
 
     def reset(self, example: dict[str, Any], prompt: Any) -> CallbackEpisode:
         # The row is given away as a copy: it comes back in later epochs and must be unchanged then
-        example = copy.deepcopy(example)
-        if self.env_reset is None:
-            return self.episode(example, prompt)
-        state = self.env_reset(example)
-        if inspect.isawaitable(state):
-            state = asyncio.run_coroutine_threadsafe(state, self.loop()).result()  # type: ignore[arg-type,misc]
-        return self.episode(state, prompt)
-
-    def episode(self, state: Any, prompt: Any) -> CallbackEpisode:
-        is_async = inspect.iscoroutinefunction(_unwrapped(self.env_step))
-        return (AsyncCallbackEpisode if is_async else CallbackEpisode)(self, state, prompt)
+        state = copy_plain(example)
+        if self.env_reset is not None:
+            state = settle(self.env_reset(state), self.loop)
+        return self.episode_class(self, state, prompt)
 
 
 class CallbackEpisode(Episode):
     def __init__(self, owner: CallbackEnvironment, state: Any, prompt: Any):
         self.owner = owner
-        self.state = state
+        self.loop = owner.loop
         self.prompt = prompt
-
-    @property
-    def environment(self) -> Any:
-        return self.state
+        self.environment = state
 
     def step(self, action: Action) -> Reply:
-        return self._reply(self.owner.env_step(self.state, action.text, list(action.messages)))
+        return self._reply(settle(self._call(action), self.loop))
+
+    def _call(self, action: Action) -> Any:
+        return self.owner.env_step(self.environment, action.text, copy_plain(list(action.messages)))
 
     def fork(self) -> CallbackEpisode:
-        return self.owner.episode(copy_state(self.state), self.prompt)
+        return type(self)(self.owner, copy_state(self.environment, self.loop), self.prompt)
 
     def close(self) -> None:
-        close = getattr(self.state, "close", None)
-        if callable(close):
-            close()
+        state, self.environment = self.environment, None
+        self.when_free(lambda: close_object(state, self.loop, self.owner))
 
     def on_error(self, action: Action, error: BaseException) -> Reply:
-        return self._render(Reply(failures=1), f"Error: {error or type(error).__name__}")
+        kind = "timeout" if isinstance(error, EnvironmentTimeout) else "error"
+        text = f"Error: {describe(error)}"
+        self.owner.warn_once(kind, f"env_step failed, the policy reads {text!r}. Later ones are only counted.", error)
+        return self._render(Reply(failures=1), text)
 
     def _reply(self, result: StepResult) -> Reply:
         if not isinstance(result, StepResult):
@@ -84,42 +96,43 @@ class CallbackEpisode(Episode):
                 f"env_step returned {type(result).__name__}: return a StepResult(observation, done, reward, state)."
             )
         if result.state is not None:
-            self.state = result.state
-        reply = Reply(done=result.done, reward=result.reward, info=dict(result.info or {}))
-        return reply if result.done else self._render(reply, result.observation)
+            self.environment = result.state
+        reward = None if result.reward is None else float(result.reward)
+        reply = Reply(done=bool(result.done), reward=reward, info=self._numbers(result.info or {}))
+        return reply if reply.done else self._render(reply, result.observation)
+
+    def _numbers(self, info: dict[str, Any]) -> dict[str, float]:
+        numbers = {}
+        for key, value in info.items():
+            try:
+                number = math.nan if isinstance(value, (str, bytes)) else float(value)
+            except (TypeError, ValueError):
+                number = math.nan
+            if math.isfinite(number):
+                numbers[str(key)] = number
+            else:
+                self.owner.warn_once(f"info {key}", f"`info[{key!r}]` of a StepResult is not logged: {value!r:.80}")
+        return numbers
 
     def _render(self, reply: Reply, observation: Any) -> Reply:
-        if observation is None:
+        if observation is None or isinstance(observation, list) and not observation:
             return reply
-        if _are_messages(observation):
-            check_no_images(observation)
-            if not self.owner.conversational:
-                observation = "".join(str(message["content"]) for message in observation)
-            else:
-                reply.messages = [dict(message) for message in observation]
-                return reply
+        if not _are_messages(observation):
+            content = observation if are_blocks(observation) else str(observation)
+            observation = [{"role": "user", "content": content}]
+        check_no_images(observation)
+        messages = [{**copy_plain(message), "content": as_text(message["content"])} for message in observation]
         if self.owner.conversational:
-            reply.messages = [{"role": "user", "content": str(observation)}]
+            # Templates look a tool's name up
+            reply.messages = [{"name": "tool", **m} if m["role"] == "tool" else m for m in messages]
         else:
-            reply.text = str(observation)
+            reply.text = "".join(message["content"] for message in messages)
         return reply
 
 
 class AsyncCallbackEpisode(CallbackEpisode):
-    is_async = True
-
     async def step(self, action: Action) -> Reply:  # type: ignore[override]
-        return self._reply(await self.owner.env_step(self.state, action.text, list(action.messages)))  # type: ignore[misc]
-
-    def replay(self, action: Action) -> Reply:
-        if self.owner.loop is None:
-            raise ForkError("An async env_step can't be replayed without an event loop.")
-        try:
-            return asyncio.run_coroutine_threadsafe(self.step(action), self.owner.loop()).result()
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            return self.on_error(action, error)
+        return self._reply(await self._call(action))
 
 
 def check_no_images(messages: list[dict[str, Any]]) -> None:
@@ -143,7 +156,33 @@ def _are_messages(observation: Any) -> bool:
     )
 
 
-def _unwrapped(function: Any) -> Any:
+def are_blocks(content: Any) -> bool:
+    """Whether this is message content in blocks, `[{"type": "text", "text": ..}, ..]`."""
+    return isinstance(content, list) and bool(content) and all(isinstance(p, dict) and "type" in p for p in content)
+
+
+def as_text(content: Any) -> str:
+    """Message content as text: that of its blocks joined, nothing for `None`, `str()` of anything else."""
+    if are_blocks(content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return "" if content is None else str(content)
+
+
+def _is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine, as far as can be told; looks into partial functions and callable objects."""
     while isinstance(function, functools.partial):
         function = function.func
-    return function if inspect.isroutine(function) else type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _check_signature(name: str, function: Any, *parameters: str) -> None:
+    if not callable(function):
+        raise TypeError(f"`{name}` is a {type(function).__name__}: pass a function {name}({', '.join(parameters)}).")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise TypeError(f"`{name}` is called as {name}({', '.join(parameters)}), but is {name}{signature}.") from error

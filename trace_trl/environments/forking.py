@@ -9,28 +9,45 @@ no continuations.
 from __future__ import annotations
 
 import copy
-import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .base import Action, Episode, ForkError, Reply
+from .base import Action, Episode, ForkError, Reply, describe
+from .runner import EnvironmentTimeout, GetLoop, settle
 
 
-logger = logging.getLogger(__name__)
+def copy_state(state: Any, loop: GetLoop | None = None) -> Any:
+    """The state's own `fork()`, sync or async; `copy.deepcopy` if it has none, or if that fails.
 
-
-def copy_state(state: Any) -> Any:
-    """The state's own `fork()`, else `copy.deepcopy`.
+    Args:
+        state: what is to be copied; it must not change.
+        loop: gives the event loop an async `fork()` runs on.
 
     Raises:
-        ForkError: if neither works.
+        ForkError: if neither works, or if `fork()` raises it: then nothing else is tried.
     """
     fork = getattr(state, "fork", None)
+    problem = ""
+    if callable(fork):
+        try:
+            copied = settle(fork(), loop)
+        except ForkError:
+            raise
+        except Exception as error:
+            problem = f"its fork() raised {type(error).__name__} ({describe(error)}), and "
+        else:
+            if copied is not None and copied is not state:
+                return copied
+            problem = f"its fork() returned {'nothing' if copied is None else 'itself'}, and "
     try:
-        return fork() if callable(fork) else copy.deepcopy(state)
-    # Whatever a foreign `__deepcopy__` or `fork` raises (locks, sockets, handles), replay may still do
+        return copy.deepcopy(state)
+    # Whatever a foreign `__deepcopy__` raises (locks, sockets, handles), replay may still do
     except Exception as error:
-        raise ForkError(f"{type(state).__name__} can't be copied: {error}") from error
+        raise ForkError(
+            f"{type(state).__name__} can't be copied: {problem}deepcopy raised {type(error).__name__} "
+            f"({describe(error)})."
+        ) from error
 
 
 class Snapshot:
@@ -44,6 +61,9 @@ class Snapshot:
         """
         raise NotImplementedError
 
+    def lose(self, error: EnvironmentTimeout) -> None:
+        """Notes that a `restore` was given up, and may still be at work."""
+
     def close(self) -> None:
         """Frees what the snapshot holds."""
 
@@ -51,9 +71,15 @@ class Snapshot:
 class CopySnapshot(Snapshot):
     def __init__(self, episode: Episode):
         self._episode = episode
+        self._lock = threading.Lock()
 
     def restore(self) -> Episode:
-        return self._episode.fork()
+        # Several continuations of one prefix are restored at once, and a `fork()` need not be safe for threads
+        with self._lock:
+            return self._episode.fork()
+
+    def lose(self, error: EnvironmentTimeout) -> None:
+        self._episode.lose(error)
 
     def close(self) -> None:
         self._episode.close()
@@ -62,14 +88,17 @@ class CopySnapshot(Snapshot):
 class ReplaySnapshot(Snapshot):
     """Plays the recorded turns again. Costs environment steps, only for prefixes that are chosen."""
 
-    def __init__(self, restart: Callable[[], Episode], history: Sequence[tuple[Action, Reply]]):
+    def __init__(self, restart: Callable[[], Episode], prompt: Any, history: Sequence[tuple[Action, Reply]]):
         self._restart = restart
+        self._prompt = prompt
         self._history = tuple(history)
 
     def restore(self) -> Episode:
         episode = None
         try:
             episode = self._restart()
+            if episode.prompt != self._prompt:
+                raise ForkError("The environment's `reset` gave another task than the first time.")
             for action, recorded in self._history:
                 reply = episode.replay(copy.deepcopy(action))
                 if (reply.messages, reply.text, reply.done) != (recorded.messages, recorded.text, recorded.done):
@@ -80,7 +109,7 @@ class ReplaySnapshot(Snapshot):
                 episode.close()
             if isinstance(error, ForkError):
                 raise
-            raise ForkError(f"Replay failed: {error}") from error
+            raise ForkError(f"Replay failed: {describe(error)}") from error
 
 
 def take_snapshot(
@@ -101,4 +130,4 @@ def take_snapshot(
     except ForkError:
         if restart is None:
             raise
-        return ReplaySnapshot(restart, history)
+        return ReplaySnapshot(restart, episode.prompt, history)

@@ -1,9 +1,13 @@
 """
 Runs the environment calls of one round concurrently: threads for plain functions, one event loop for coroutines.
 
-A call that outlasts the timeout is given up, not stopped (Python can't stop a thread): its worker is counted as lost
-and replaced, so that the calls of other branches, now and in later rounds, find a free one. Workers are daemon
-threads, so a call that never returns does not keep the interpreter from ending.
+    calls of a round ─┬─ plain functions ─▶ queue ─▶ workers: a few at first, more where calls wait for something
+                      └─ coroutines ──────▶ the event loop, all at once
+
+A call that outlasts the timeout is given up. A coroutine is cancelled; a thread can't be stopped, so its worker counts
+as lost and another takes its place. A call that waits for a worker gets one within moments, however many calls hang:
+a round lasts one timeout at most, unless all of `max_workers` hang. Workers are daemon threads, so a call that never
+returns does not keep the interpreter from ending.
 """
 
 from __future__ import annotations
@@ -13,22 +17,158 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 
+GetLoop = Callable[[], asyncio.AbstractEventLoop]
+
+FIRST_WORKERS = 16  # enough where calls only compute; more are started when calls are seen to wait for something
+TICK = 0.02  # seconds between two looks at a round that has calls without a worker
+PATIENCE = 0.5  # seconds until such calls get workers although the CPU is busy: lost calls may be what keeps it so
+IDLE = 10.0  # seconds until a worker without calls ends
+
+_working = threading.local()  # `call`: what this worker is at
+
+
 class EnvironmentTimeout(TimeoutError):
-    """A call was given up. The object it was called on may still be in use by the lost thread."""
+    """A call was given up. What it was called on may still be in use."""
+
+    def __init__(self, message: str, call: _Call | None = None):
+        super().__init__(message)
+        self._call = call
+
+    def when_returned(self, callback: Callable[[Any], None]) -> None:
+        """Calls `callback` with what the call that was given up came to, a result or an exception: at once if it has
+        ended since, else in its own thread when it ends. Exceptions of `callback` are dropped."""
+        if self._call is not None:
+            self._call.when_returned(callback)
+
+
+def settle(value: Any, get_loop: GetLoop | None) -> Any:
+    """The result of an awaitable, run on the event loop while this thread waits; any other value as it is.
+
+    Not to be called on the event loop itself. When the call that this worker is at is given up, so is the awaitable.
+
+    Raises:
+        RuntimeError: if there is no event loop, or if the awaitable wants to exit (`SystemExit`).
+    """
+    if not inspect.isawaitable(value):
+        return value
+    if get_loop is None:
+        if inspect.iscoroutine(value):
+            value.close()
+        raise RuntimeError("An async function was called where no event loop runs.")
+    future = asyncio.run_coroutine_threadsafe(contained(value), get_loop())
+    call: _Call | None = getattr(_working, "call", None)
+    if call is not None:
+        call.cancel_with(future.cancel)
+    return future.result()
+
+
+async def contained(awaitable: Awaitable[Any]) -> Any:
+    """Awaits, and turns what would end the event loop, and with it every other environment, into a `RuntimeError`."""
+    try:
+        return await awaitable
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"An async function raised {type(error).__name__}.") from error
+
+
+class _Batch:
+    """What the calls of one `run` share."""
+
+    def __init__(self, calls: int):
+        self.lock = threading.Lock()
+        self.left = calls
+        self.over = threading.Event()
+
+    def count(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.over.set()
 
 
 class _Call:
-    __slots__ = ("function", "result", "started")
-
-    def __init__(self, function: Callable[[], Any]):
-        self.function = function
-        self.result: Future = Future()
+    def __init__(self, function: Callable[[], Any], batch: _Batch):
+        self.function: Callable[[], Any] | None = function
+        self.batch = batch
+        self.result: Any = None
+        self.late: Any = None
         self.started: float | None = None
+        self.ended = False  # nothing works on it any more
+        self.lost = False  # given up: answered with an error
+        self.thread: threading.Thread | None = None
+        self.cancel: Callable[[], Any] | None = None  # ends what it does, or waits for, on the event loop
+        self.callbacks: list[Callable[[Any], None]] = []
+
+    def work(self) -> None:
+        """Runs a plain function, in a worker."""
+        with self.batch.lock:
+            if self.lost:
+                return
+            self.thread, self.started = threading.current_thread(), time.monotonic()
+        _working.call = self
+        try:
+            result = self.function()  # type: ignore[misc]
+        # A call that exits its thread (SystemExit) is a fault of that environment like any other
+        except BaseException as error:  # noqa: B036
+            result = error
+        _working.call = None
+        self.end(result)
+
+    async def play(self) -> None:
+        """Runs a coroutine function, on the event loop."""
+        try:
+            result = await self.function()  # type: ignore[misc]
+        except BaseException as error:  # noqa: B036
+            result = error
+        self.end(result)
+
+    def end(self, result: Any) -> None:
+        with self.batch.lock:
+            self.ended, self.function, self.cancel = True, None, None
+            if self.lost:
+                self.late = result
+            else:
+                self.result = result
+                self.batch.count()
+        for callback in self.callbacks:
+            _quietly(callback, result)
+
+    def give_up(self, error: BaseException) -> None:
+        """Answers the call with `error` unless it is answered already."""
+        with self.batch.lock:
+            if self.ended or self.lost:
+                return
+            self.lost, self.result = True, error
+            self.ended = self.started is None
+            self.batch.count()
+            cancel = self.cancel
+        if cancel is not None:
+            cancel()
+
+    def cancel_with(self, cancel: Callable[[], Any]) -> None:
+        """Has `cancel` called when the call is given up: at once if it has been."""
+        with self.batch.lock:
+            self.cancel = cancel
+            lost = self.lost
+        if lost:
+            cancel()
+
+    def when_returned(self, callback: Callable[[Any], None]) -> None:
+        with self.batch.lock:
+            if not self.ended:
+                self.callbacks.append(callback)
+                return
+        _quietly(callback, self.late)
+
+
+def _quietly(callback: Callable[[Any], None], result: Any) -> None:
+    try:
+        callback(result)
+    except Exception:
+        pass  # of a call that was given up: nobody is left to be told
 
 
 class ConcurrentRunner:
@@ -39,91 +179,143 @@ class ConcurrentRunner:
             so that locks made at module level belong to one loop for the whole run. Asked for when first needed.
     """
 
-    def __init__(self, max_workers: int = 64, loop: Callable[[], asyncio.AbstractEventLoop] | None = None):
+    def __init__(self, max_workers: int = 1024, loop: GetLoop | None = None):
         self.max_workers = max_workers
         self._get_loop = loop
+        self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._workers = 0
+        self._workers: set[threading.Thread] = set()
 
     def run(self, functions: Sequence[Callable[[], Any]], timeout: float | None = None) -> list[Any]:
         """Runs all `functions` and returns their results in order; an exception is returned in its function's place.
 
         Args:
             functions: plain functions or coroutine functions, without arguments.
-            timeout (`float` or `None`): seconds each call may take, counted from its start.
+            timeout (`float` or `None`): seconds each call may take, counted from its start. A call that takes longer
+                is answered with [`EnvironmentTimeout`].
         """
-        coroutines = [function for function in functions if inspect.iscoroutinefunction(function)]
-        pending = None
-        if coroutines:
-            pending = asyncio.run_coroutine_threadsafe(_gather(coroutines, timeout), self.loop)
-        calls = [_Call(function) for function in functions if not inspect.iscoroutinefunction(function)]
+        if not functions:
+            return []
+        batch = _Batch(len(functions))
+        calls = [_Call(function, batch) for function in functions]
+        plain: list[_Call] = []
+        coroutines: list[_Call] = []
         for call in calls:
+            (coroutines if inspect.iscoroutinefunction(call.function) else plain).append(call)
+        if coroutines:
+            now = time.monotonic()
+            for call in coroutines:
+                # Counted from here: one of them may block the loop
+                call.started = now
+            self.loop.call_soon_threadsafe(_play, coroutines)
+        self._grow(min(len(plain), FIRST_WORKERS) - len(self._workers))
+        for call in plain:
             self._calls.put(call)
-        self._grow(len(calls))
-        answers = iter([self._wait(call, timeout) for call in calls])
-        awaited = iter(pending.result() if pending is not None else [])
-        return [next(awaited) if inspect.iscoroutinefunction(function) else next(answers) for function in functions]
+        try:
+            self._wait(batch, calls, plain, timeout)
+        except BaseException as error:  # Ctrl-C
+            self._give_up([(call, error) for call in calls])
+            raise
+        return [call.result for call in calls]
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        if self._get_loop is None:
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="trace-environments", daemon=True).start()
-            self._get_loop = lambda: loop
+        with self._lock:
+            if self._get_loop is None:
+                loop = asyncio.new_event_loop()
+                threading.Thread(target=loop.run_forever, name="trace-environments", daemon=True).start()
+                self._get_loop = lambda: loop
         return self._get_loop()
 
     def close(self) -> None:
-        for _ in range(self._workers):
+        """Lets the workers go. The runner can be used again."""
+        for _ in list(self._workers):
             self._calls.put(None)
-        self._workers = 0
 
-    def _grow(self, calls: int) -> None:
-        for _ in range(self._workers, min(calls, self.max_workers)):
-            self._add_worker()
+    def _wait(self, batch: _Batch, calls: list[_Call], plain: list[_Call], timeout: float | None) -> None:
+        pace = _Pace()
+        while True:
+            waiting = sum(call.started is None for call in plain)
+            pause = TICK if waiting else None
+            if timeout is not None:
+                ends = [call.started + timeout for call in calls if call.started and not (call.ended or call.lost)]
+                left = max(0.0, min(ends) - time.monotonic()) if ends else TICK
+                pause = left if pause is None else min(pause, left)
+            if batch.over.wait(pause):
+                return
+            if timeout is not None:
+                text = f"The environment gave no answer within {timeout:g} seconds."
+                latest = time.monotonic() - timeout
+                overdue = [call for call in calls if call.started is not None and call.started <= latest]
+                self._give_up([(call, EnvironmentTimeout(text, call)) for call in overdue])
+            if waiting and pace.wants_more(waiting):
+                self._grow(min(waiting, max(len(self._workers), FIRST_WORKERS)))
 
-    def _add_worker(self) -> None:
-        self._workers += 1
-        threading.Thread(target=self._work, name="trace-environment", daemon=True).start()
+    def _give_up(self, calls: Sequence[tuple[_Call, BaseException]]) -> None:
+        for call, error in calls:
+            call.give_up(error)
+            if call.lost and call.thread is not None:
+                self._workers.discard(call.thread)
+
+    # Workers
+
+    def _grow(self, count: int) -> None:
+        """Starts `count` more workers, or as many as are still allowed and possible."""
+        with self._lock:
+            # A thread may have been ended from outside
+            self._workers = {thread for thread in self._workers if thread.is_alive()}
+            for _ in range(min(count, self.max_workers - len(self._workers))):
+                thread = threading.Thread(target=self._work, name="trace-environment", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more threads to give
+                    if not self._workers:
+                        raise
+                    return
+                self._workers.add(thread)
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            if not call.result.set_running_or_notify_cancel():
-                continue
-            call.started = time.monotonic()
-            try:
-                result = call.function()
-            # A call that exits its thread (SystemExit) is a fault of that environment like any other
-            except BaseException as error:  # noqa: B036
-                result = error
-            call.result.set_result(result)
-            if call.started == 0:  # given up meanwhile: another worker has taken this one's place
-                return
-
-    def _wait(self, call: _Call, timeout: float | None) -> Any:
-        if timeout is None:
-            return call.result.result()
-        while True:
-            started = call.started
-            left = timeout if started is None else started + timeout - time.monotonic()
-            try:
-                return call.result.result(timeout=max(left, 0.0))
-            except TimeoutError:
-                # A call still in the queue is waiting for a worker; its own time has not begun
-                if started is None or call.result.done():
-                    continue
-                call.started = 0
-                self._workers -= 1
-                self._add_worker()
-                return EnvironmentTimeout(f"The environment gave no answer within {timeout:g} seconds.")
-
-
-async def _gather(functions: Sequence[Callable[[], Any]], timeout: float | None) -> list[Any]:
-    async def call(function):
+        call = None
         try:
-            return await asyncio.wait_for(function(), timeout)
-        except TimeoutError:
-            return EnvironmentTimeout(f"The environment gave no answer within {timeout:g} seconds.")
-        except asyncio.TimeoutError:  # its own class before Python 3.11
-            return EnvironmentTimeout(f"The environment gave no answer within {timeout:g} seconds.")
+            while True:
+                call = self._calls.get(timeout=IDLE)
+                if call is None:
+                    return
+                call.work()
+                if call.lost and call.started is not None:
+                    return  # another worker has taken this one's place
+                call = None  # else what the last call held would be kept alive
+        except queue.Empty:
+            return
+        finally:
+            self._workers.discard(threading.current_thread())
+            if call is not None and not call.ended:
+                call.end(RuntimeError("The thread of an environment call was ended from outside."))
 
-    return await asyncio.gather(*[call(function) for function in functions], return_exceptions=True)
+
+class _Pace:
+    """Tells whether more workers would speed a round up: not where calls only compute, since Python computes in one
+    thread at a time."""
+
+    def __init__(self) -> None:
+        self.clock, self.cpu = time.monotonic(), time.process_time()
+        self.moved, self.waiting = self.clock, 0
+
+    def wants_more(self, waiting: int) -> bool:
+        """Called at every look at a round, with the number of calls that no worker has taken yet."""
+        clock, cpu = time.monotonic(), time.process_time()
+        is_computing = cpu - self.cpu > (clock - self.clock) / 4
+        if waiting != self.waiting:
+            self.moved = clock
+        self.clock, self.cpu, self.waiting = clock, cpu, waiting
+        return not is_computing or clock - self.moved > PATIENCE
+
+
+def _play(calls: list[_Call]) -> None:
+    """Starts coroutines, on the event loop."""
+    loop = asyncio.get_running_loop()
+    for call in calls:
+        if call.lost:  # the loop was blocked until now
+            call.end(None)
+            continue
+        call.cancel_with(partial(loop.call_soon_threadsafe, loop.create_task(call.play()).cancel))

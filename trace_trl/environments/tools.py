@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from .base import Action, Environment, Episode, Reply
-from .callback import check_no_images
+from .base import Action, Environment, Episode, Reply, close_object, copy_plain, describe
+from .callback import are_blocks, as_text, check_no_images
 from .forking import copy_state
+from .runner import EnvironmentTimeout, GetLoop, contained, settle
 
 
 # Methods of an environment that are not tools; TRL itself knows the first two
 RESERVED_METHODS = ("reset", "get_reward", "close", "fork")
+
+# Stands for the prompt of a row that has none: the environment's reset observation is appended to it, as in TRL
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
 
 
 def environment_tools(environment: Any) -> list[Callable]:
@@ -37,9 +40,8 @@ class ToolEnvironment(Environment):
         factories (`dict[str | None, Callable]` or `None`): environment classes by name, as TRL normalises them: a
             single `environment_factory` has the name `None`.
         idle (`dict[str | None, list]` or `None`): instances already made, by name. Instances are made once and reset
-            often, as in TRL; only copies made by forking are closed when their branch ends.
+            often, as in TRL: at the end of a branch its instance comes back here, a copy made by forking is closed.
         max_rounds (`int` or `None`): rounds of tool calls of an episode; calls made after that are not run.
-        malformed (`Callable[[str], bool]`): whether a turn that holds no parsable call was meant as one.
         loop (`Callable`): gives the event loop async tools run on.
     """
 
@@ -49,13 +51,11 @@ class ToolEnvironment(Environment):
         factories: dict[str | None, Callable] | None = None,
         idle: dict[str | None, list] | None = None,
         max_rounds: int | None = None,
-        malformed: Callable[[str], bool] = lambda text: False,
-        loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+        loop: GetLoop | None = None,
     ):
         self.tools = list(tools or [])
         self.factories = factories
         self.max_rounds = max_rounds
-        self.malformed = malformed
         self.loop = loop
         self._idle = idle if idle is not None else {}
         self._lock = threading.Lock()
@@ -77,16 +77,22 @@ class ToolEnvironment(Environment):
         return name
 
     def reset(self, example: dict[str, Any], prompt: Any) -> ToolEpisode:
+        prompt = EMPTY_PROMPT if prompt is None else prompt
         if self.factories is None:
             return ToolEpisode(self, None, None, prompt)
         name = self.name_of(example)
         instance = self._acquire(name)
-        # `environment` is a control field where several are mixed, so `reset` does not see it there
-        routed = None not in self.factories
-        observation = instance.reset(**{k: v for k, v in example.items() if not (routed and k == "environment")})
-        if inspect.isawaitable(observation):
-            observation = asyncio.run_coroutine_threadsafe(observation, self.loop()).result()  # type: ignore
-        return ToolEpisode(self, name, instance, _with_observation(prompt, observation), pooled=True)
+        try:
+            # The row is given away as a copy: other rollouts are reset with it, and rewards read it
+            row = copy_plain(example)
+            if None not in self.factories:
+                # Says which environment a row belongs to where several are mixed: `reset` does not see it, as in TRL
+                row.pop("environment")
+            prompt = _with_observation(prompt, settle(instance.reset(**row), self.loop))
+        except BaseException:
+            close_object(instance, self.loop, self)
+            raise
+        return ToolEpisode(self, name, instance, prompt, pooled=True)
 
     def _acquire(self, name: str | None) -> Any:
         with self._lock:
@@ -104,7 +110,7 @@ class ToolEnvironment(Environment):
             instances = [instance for idle in self._idle.values() for instance in idle]
             self._idle.clear()
         for instance in instances:
-            _close(instance)
+            close_object(instance, self.loop, self)
 
 
 class ToolEpisode(Episode):
@@ -113,15 +119,14 @@ class ToolEpisode(Episode):
         self.name = name
         self.environment = instance
         self.prompt = prompt
+        self.loop = owner.loop
         self._pooled = pooled
-        self._tainted = False
         self._rounds = 0
         self._tools = {tool.__name__: tool for tool in owner.tools + environment_tools(instance)}
-        self.is_async = False
 
     def step(self, action: Action) -> Reply:
         calls = action.message.get("tool_calls") or []
-        if not calls and not self.owner.malformed(action.text):
+        if not calls and not action.malformed:
             return Reply(done=True, calls=0)
         if self.owner.max_rounds is not None and self._rounds >= self.owner.max_rounds:
             return Reply(done=True, cut=True, calls=0)
@@ -133,13 +138,12 @@ class ToolEpisode(Episode):
             )
         results = [self._call(call) for call in calls]
         # Coroutines of one turn run together; results keep the order of the calls
-        waiting = [result for _, result in results if asyncio.iscoroutine(result)]
+        waiting = [result for _, result in results if inspect.isawaitable(result)]
         if waiting:
-            answers = iter(asyncio.run_coroutine_threadsafe(_gather(waiting), self.owner.loop()).result())  # type: ignore
-            results = [(n, next(answers) if asyncio.iscoroutine(r) else r) for n, r in results]
-        failures = sum(isinstance(result, Exception) for _, result in results)
-        messages = [_tool_message(n, {"error": str(r)} if isinstance(r, Exception) else r) for n, r in results]
-        check_no_images(messages)
+            answers = iter(settle(_gather(waiting), self.loop))
+            results = [(name, next(answers) if inspect.isawaitable(r) else r) for name, r in results]
+        failures = sum(isinstance(result, BaseException) for _, result in results)
+        messages = [_tool_message(name, result) for name, result in results]
         return Reply(messages=messages, calls=len(calls), failures=failures)
 
     def _call(self, call: Any) -> tuple[str, Any]:
@@ -153,24 +157,22 @@ class ToolEpisode(Episode):
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
             arguments = function.get("arguments")
-            if isinstance(arguments, str):
-                arguments = json.loads(arguments)
             if not isinstance(arguments, dict):
                 raise ValueError(f"The arguments of tool {name} must be a JSON object.")
-            return name, self._tools[name](**arguments)
-        except Exception as error:
+            # A copy: the message that holds them stays as it was sampled
+            return name, self._tools[name](**copy_plain(arguments))
+        except BaseException as error:  # in a worker: a tool may try to exit
             return name, error
 
     def on_error(self, action: Action, error: BaseException) -> Reply:
-        # After a timeout the instance may still be in use by the lost thread
-        self._tainted = self._tainted or isinstance(error, TimeoutError)
-        calls = action.message.get("tool_calls") or [{}]
-        names = [_name(call) for call in calls]
-        messages = [_tool_message(name, {"error": str(error) or type(error).__name__}) for name in names]
+        if isinstance(error, EnvironmentTimeout):
+            self.owner.warn_once("timeout", f"A tool was given up: {error} Later ones are only counted.")
+        names = [_name(call) for call in action.message.get("tool_calls") or [{}]]
+        messages = [_tool_message(name, error) for name in names]
         return Reply(messages=messages, calls=len(names), failures=len(names))
 
     def fork(self) -> ToolEpisode:
-        instance = None if self.environment is None else copy_state(self.environment)
+        instance = None if self.environment is None else copy_state(self.environment, self.loop)
         episode = ToolEpisode(self.owner, self.name, instance, self.prompt)
         episode._rounds = self._rounds
         return episode
@@ -179,14 +181,14 @@ class ToolEpisode(Episode):
         instance, self.environment = self.environment, None
         if instance is None:
             return
-        if self._pooled and not self._tainted:
+        if self._pooled and not self.is_tainted:
             self.owner.release(self.name, instance)
-        elif not self._tainted:
-            _close(instance)
+        else:
+            self.when_free(lambda: close_object(instance, self.loop, self.owner))
 
 
-async def _gather(coroutines: list) -> list[Any]:
-    return await asyncio.gather(*coroutines, return_exceptions=True)
+async def _gather(awaitables: list) -> list[Any]:
+    return await asyncio.gather(*map(contained, awaitables), return_exceptions=True)
 
 
 def _name(call: Any) -> str:
@@ -196,30 +198,29 @@ def _name(call: Any) -> str:
 
 
 def _tool_message(name: str, result: Any) -> dict[str, Any]:
-    # A list of content blocks passes through, as in TRL; anything else is shown as text
-    blocks = isinstance(result, list) and bool(result) and all(isinstance(p, dict) and "type" in p for p in result)
-    if blocks and all(part["type"] == "text" for part in result):
-        return {"role": "tool", "name": name, "content": "".join(str(part.get("text", "")) for part in result)}
-    return {"role": "tool", "name": name, "content": result if blocks else str(result)}
+    """A tool's result, or what it raised, as TRL shows it to the policy."""
+    if isinstance(result, BaseException):
+        result = {"error": describe(result)}
+    if are_blocks(result):
+        check_no_images([{"content": result}])
+        return {"role": "tool", "name": name, "content": as_text(result)}
+    return {"role": "tool", "name": name, "content": str(result)}
 
 
 def _with_observation(prompt: Any, observation: Any) -> Any:
     """The prompt with a reset observation appended to its last message, the row left untouched (as TRL does)."""
     if observation is None:
         return prompt
+    if not isinstance(observation, list):
+        observation = str(observation)
     if isinstance(prompt, str):
-        return prompt + str(observation)
+        return prompt + as_text(observation)
     content = prompt[-1]["content"]
-    if isinstance(observation, list) and isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if isinstance(observation, str) and isinstance(content, list):
-        observation = [{"type": "text", "text": observation}]
-    messages = prompt[:-1] + [{**prompt[-1], "content": content + observation}]
+    if isinstance(content, str):
+        check_no_images([{"content": observation}])
+        content += as_text(observation)
+    else:
+        content = content + (observation if isinstance(observation, list) else [{"type": "text", "text": observation}])
+    messages = prompt[:-1] + [{**prompt[-1], "content": content}]
     check_no_images(messages)
     return messages
-
-
-def _close(instance: Any) -> None:
-    close = getattr(instance, "close", None)
-    if callable(close):
-        close()

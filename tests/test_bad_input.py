@@ -1,0 +1,395 @@
+"""Bad input: one sentence, where the configuration or the trainer is made, that says what to change."""
+
+import re
+
+import pytest
+from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from trl import GRPOConfig
+
+from toys import chat_dataset, length_reward, make_config, make_model, make_tokenizer, string_dataset
+from trace_trl import StepResult, TRACEConfig, TRACETrainer
+
+
+def config(**kwargs) -> TRACEConfig:
+    defaults = dict(output_dir="out", use_cpu=True, bf16=False, report_to="none")
+    return TRACEConfig(**(defaults | kwargs))
+
+
+def trainer(tmp_path, model=None, reward_funcs=length_reward, args=None, train_dataset=None, **kwargs) -> TRACETrainer:
+    return TRACETrainer(
+        model=make_model() if model is None else model,
+        reward_funcs=reward_funcs,
+        args=make_config(tmp_path) if args is None else args,
+        train_dataset=string_dataset() if train_dataset is None else train_dataset,
+        processing_class=make_tokenizer(),
+        **kwargs,
+    )
+
+
+def says(error, *parts: str) -> None:
+    """The message is one line that ends as a sentence does, and holds every part."""
+    message = str(error.value)
+    assert "\n" not in message.strip()
+    assert message.endswith(".")
+    for part in parts:
+        assert part in message, f"{part!r} is not in {message!r}"
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("continuations_per_root", -1, "0 or more"),
+        ("max_rollouts_per_root", 1, "2 or more"),
+        ("max_rollouts_per_root", 0, "2 or more"),
+        ("candidate_pool_factor", 0.0, "above 0"),
+        ("candidate_pool_factor", -1.0, "above 0"),
+        ("candidate_pool_factor", float("nan"), "above 0"),
+        ("candidate_pool_factor", float("inf"), "above 0"),
+        ("success_threshold", float("nan"), "set it to the reward"),
+        ("predictor_hidden_size", -1, "0 or more"),
+        ("predictor_learning_rate", 0.0, "above 0"),
+        ("predictor_weight_decay", -0.1, "0 or more"),
+        ("predictor_passes", 0, "1 or more"),
+        ("predictor_batch_size", 0, "1 or more"),
+        ("predictor_buffer_size", 0, "1 or more"),
+        ("max_turns", 0, "1 or more"),
+        ("max_turn_length", 0, "1 or more"),
+        ("env_timeout", 0.0, "above 0"),
+        ("env_max_workers", 0, "1 or more"),
+        ("tree_log_max_megabytes", 0.0, "above 0"),
+        ("tree_log_max_files", 0, "1 or more"),
+        ("turn_stop_strings", ["]", ""], "remove it"),
+        ("turn_stop_strings", "]", "pass a list of strings, here [']']"),
+        ("use_vllm", True, "set `use_vllm=False`"),
+    ],
+)
+def test_number_out_of_range(name, value, remedy):
+    with pytest.raises(ValueError) as error:
+        config(**{name: value})
+    says(error, f"`{name}", remedy)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("root_allocation", ["active", "uniform", "pcl", "dapo"]),
+        ("prefix_allocation", ["active", "uniform", "random"]),
+        ("advantage_estimator", ["sibling", "leaf", "treerl", "treepo", "tree_grpo"]),
+        ("turn_weighting", ["once", "per_leaf", "on_policy"]),
+        ("value_backup", ["leaf_mean", "child_mean"]),
+    ],
+)
+def test_unknown_option_name(name, choices):
+    with pytest.raises(ValueError) as error:
+        config(**{name: "nonsense"})
+    says(error, f"`{name}` is 'nonsense'", *map(repr, choices))
+    for choice in choices:
+        assert getattr(config(**{name: choice}), name) == choice
+
+
+def test_unknown_field():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'continuations_per_rot'"):
+        config(continuations_per_rot=2)
+
+
+# Budget
+
+
+def test_batch_that_does_not_split_names_the_three_numbers_and_what_fits():
+    with pytest.raises(ValueError) as error:
+        config(generation_batch_size=32, num_generations=8, per_device_train_batch_size=8, continuations_per_root=2)
+    # Multiples of 8 (TRL) and of 3 (M): 24 and 48. Of 32 leaves: N = 1 (M = 16) and N = 3 (M = 8).
+    says(error, "generation_batch_size=32", "continuations_per_root=2", "M a multiple of the 1 process(es)")
+    says(error, "`generation_batch_size` to 24 or 48", "`continuations_per_root` to 1 or 3")
+
+
+def test_batch_that_does_not_split_over_processes(monkeypatch):
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: 4))
+    with pytest.raises(ValueError) as error:
+        config(generation_batch_size=24, num_generations=8, per_device_train_batch_size=2, continuations_per_root=3)
+    # M = 6 can't be split over 4 processes; multiples of lcm(4 * 4, 8, 2 * 4) = 16; N = 1 gives 12, N = 2 gives 8
+    says(error, "the 4 process(es)", "`generation_batch_size` to 16 or 32", "`continuations_per_root` to 1 or 2")
+
+
+def test_lone_bare_rollout():
+    with pytest.raises(ValueError) as error:
+        config(generation_batch_size=8, num_generations=8, continuations_per_root=7)
+    # With N = 7, the least batch that holds two bare rollouts is 16
+    says(error, "M >= 2", "`generation_batch_size` to 16 or 24", "`continuations_per_root` to 1 or 3")
+
+
+SUGGESTION = re.compile(r"`(\w+)` to ([\d or]+)")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    generations=st.integers(2, 12),
+    prompts=st.integers(1, 8),
+    continuations=st.integers(0, 12),
+    most=st.sampled_from([None, 2, 3, 5]),
+    factor=st.sampled_from([None, 0.5, 1.0, 2.0]),
+    processes=st.sampled_from([1, 2, 4]),
+)
+def test_what_a_refused_budget_suggests_works(
+    monkeypatch, data, generations, prompts, continuations, most, factor, processes
+):
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: processes))
+    batch = generations * prompts * processes
+    per_process = batch // processes
+    options = dict(
+        generation_batch_size=batch,
+        num_generations=generations,
+        per_device_train_batch_size=data.draw(
+            st.sampled_from([number for number in range(1, per_process + 1) if per_process % number == 0])
+        ),
+        continuations_per_root=continuations,
+        max_rollouts_per_root=most,
+        candidate_pool_factor=factor,
+    )
+    try:
+        config(**options)
+    except ValueError as error:
+        message = str(error)
+    else:
+        message = ""
+    assume(message)
+    suggestions = SUGGESTION.findall(message)
+    at_least = re.search(r"raise `max_rollouts_per_root` to at least (\d+)", message)
+    if at_least:
+        suggestions.append(("max_rollouts_per_root", at_least[1]))
+        # .. and that is the least
+        if int(at_least[1]) > 2:
+            with pytest.raises(ValueError):
+                config(**options | {"max_rollouts_per_root": int(at_least[1]) - 1})
+    if "into pairs" in message:
+        suggestions.append(("max_rollouts_per_root", "3"))
+    assert suggestions, message
+    for name, values in suggestions:
+        for value in values.split(" or "):
+            assert getattr(config(**options | {name: int(value)}), name) == int(value)
+
+
+def test_pool_too_small_for_the_budget():
+    with pytest.raises(ValueError) as error:
+        config(generation_batch_size=64, num_generations=8, continuations_per_root=0, candidate_pool_factor=0.5)
+    # 4 candidates at 8 rollouts take 32 of 64
+    says(error, "M=64", "pool of 4 candidates", "max_rollouts_per_root=8", "`max_rollouts_per_root` to at least 16")
+    says(error, "`candidate_pool_factor`", "`generation_batch_size`")
+
+
+def test_odd_budget_of_pairs():
+    with pytest.raises(ValueError) as error:
+        config(
+            generation_batch_size=9,
+            num_generations=3,
+            per_device_train_batch_size=3,
+            continuations_per_root=2,
+            max_rollouts_per_root=2,
+        )
+    says(error, "M=3", "max_rollouts_per_root=2", "3 or more", "`generation_batch_size`")
+
+
+def test_dataset_too_small_for_the_budget(tmp_path):
+    args = make_config(
+        tmp_path, generation_batch_size=32, continuations_per_root=0, candidate_pool_factor=1.0, num_generations=4
+    )
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, args=args, train_dataset=string_dataset(3))
+    # 32 bare rollouts of 3 rows: 11 of one of them
+    says(error, "M=32", "pool of 3 candidates", "`max_rollouts_per_root` to at least 11")
+    args = make_config(
+        tmp_path,
+        generation_batch_size=32,
+        continuations_per_root=0,
+        candidate_pool_factor=1.0,
+        num_generations=4,
+        max_rollouts_per_root=11,
+    )
+    trainer(tmp_path, args=args, train_dataset=string_dataset(3))
+
+
+def test_dataset_with_fewer_rows_than_processes(monkeypatch, tmp_path):
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 4))
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, train_dataset=string_dataset(1))
+    says(error, "1 rows for 4 processes", "at least one")
+
+
+def test_options_of_trl_are_refused_by_trl():
+    with pytest.raises(ValueError, match="auto_find_batch_size is not supported .* Set auto_find_batch_size=False"):
+        config(auto_find_batch_size=True)
+    with pytest.raises(ValueError, match=r"generation_batch_size \(20\) must be divisible by num_generations \(8\)"):
+        config(generation_batch_size=20, per_device_train_batch_size=4)
+    with pytest.raises(ValueError, match="can not be both configured"):
+        config(generation_batch_size=24, steps_per_generation=3)
+    with pytest.raises(ValueError, match="requires at least 2 generations"):
+        config(num_generations=1)
+
+
+def test_case_33_several_gpus_in_one_process(tmp_path):
+    args = make_config(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="TRACETrainer does not support `nn.DataParallel`.* `accelerate launch`"):
+        trainer(tmp_path, args=args)
+
+
+# Arguments of the trainer
+
+
+def env_step(state, action, messages):
+    return StepResult(done=True, reward=1.0)
+
+
+def add(a: int, b: int) -> int:
+    """
+    Adds.
+
+    Args:
+        a: One number.
+        b: Another.
+
+    Returns:
+        The sum.
+    """
+    return a + b
+
+
+class Game:
+    def reset(self, **kwargs):
+        return None
+
+    def move(self, way: str) -> str:
+        """
+        Moves.
+
+        Args:
+            way: Where to.
+
+        Returns:
+            What is seen there.
+        """
+        return "a wall"
+
+
+@pytest.mark.parametrize("reward_funcs", [None, []])
+def test_no_reward_source(tmp_path, reward_funcs):
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, reward_funcs=reward_funcs)
+    says(error, "`reward_funcs`", "`env_step`", "`environment_factory`", "`get_reward`")
+
+
+@pytest.mark.parametrize("reward_funcs", [None, []])
+def test_no_reward_source_with_tools(tmp_path, reward_funcs):
+    with pytest.raises(ValueError, match="`reward_funcs`"):
+        trainer(tmp_path, reward_funcs=reward_funcs, tools=[add], train_dataset=chat_dataset())
+
+
+def test_no_reward_source_with_an_environment_that_has_none(tmp_path):
+    with pytest.raises(ValueError, match="`reward_funcs`.*`get_reward`"):
+        trainer(tmp_path, reward_funcs=None, environment_factory=Game, train_dataset=chat_dataset())
+
+
+def test_env_step_is_a_reward_source(tmp_path):
+    assert trainer(tmp_path, reward_funcs=None, env_step=env_step).reward_func_names == ["env_step"]
+
+
+@pytest.mark.parametrize(
+    ("other", "value"), [("tools", [add]), ("environment_factory", Game), ("environment_factory", {"game": Game})]
+)
+def test_env_step_with_another_environment(tmp_path, other, value):
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, env_step=env_step, train_dataset=chat_dataset(), **{other: value})
+    says(error, "`env_step`", f"`{other}`", "pass only one of them")
+
+
+def test_env_reset_without_env_step(tmp_path):
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, env_reset=dict)
+    says(error, "`env_reset`", "pass `env_step` as well, or remove it")
+
+
+def test_rollout_func(tmp_path):
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, rollout_func=lambda prompts, trainer: {})
+    says(error, "`rollout_func`", "remove it", "`env_step`, `tools` or `environment_factory`")
+
+
+def test_plain_grpo_config(tmp_path):
+    with pytest.raises(TypeError) as error:
+        trainer(tmp_path, args=make_config(tmp_path, cls=GRPOConfig))
+    says(error, "`args` is a GRPOConfig", "pass a `trace_trl.TRACEConfig`")
+
+
+def test_dataset_without_prompts(tmp_path):
+    rows = Dataset.from_dict({"question": ["a", "b"], "answer": ["c", "d"]})
+    for options in (dict(train_dataset=rows), dict(eval_dataset=rows), dict(eval_dataset={"dev": rows})):
+        with pytest.raises(ValueError) as error:
+            trainer(tmp_path, **options)
+        says(error, "no column 'prompt'", "answer, question", "rename or add", "`environment_factory`")
+
+
+def test_template_that_cannot_carry_an_answer(tmp_path):
+    template = "{{ messages[0].content }}<|im_end|>"
+    with pytest.raises(ValueError, match="chat template can't append an answer .* use one that can"):
+        TRACETrainer(
+            make_model(),
+            length_reward,
+            make_config(tmp_path),
+            chat_dataset(),
+            processing_class=make_tokenizer(template),
+            env_step=env_step,
+        )
+
+
+# Images
+
+IMAGE_PROMPT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this"}]}]
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_case_39_column_of_images_is_refused_at_construction(tmp_path, column):
+    rows = Dataset.from_dict({"prompt": ["a", "b"], column: [[0], [1]]})
+    for options in (dict(train_dataset=rows), dict(eval_dataset=rows), dict(eval_dataset={"dev": rows})):
+        with pytest.raises(ValueError) as error:
+            trainer(tmp_path, **options)
+        says(error, repr(column), "text only", "`dataset.remove_columns`", "GRPOTrainer")
+
+
+def test_case_39_images_in_messages_are_refused_at_construction(tmp_path):
+    rows = Dataset.from_list([{"prompt": IMAGE_PROMPT}] * 4)
+    for options in (dict(train_dataset=rows), dict(eval_dataset=rows), dict(eval_dataset={"dev": rows})):
+        with pytest.raises(ValueError) as error:
+            trainer(tmp_path, **options)
+        says(error, "content of type image", "text only", "remove it from the prompts")
+
+
+def test_case_39_text_blocks_are_no_images(tmp_path):
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "what is red"}]}]
+    trainer(tmp_path, train_dataset=Dataset.from_list([{"prompt": prompt}] * 4))
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": IMAGE_PROMPT}, {"prompt": IMAGE_PROMPT[0]["content"][1]["text"], "image": "red.png"}]
+)
+def test_case_39_images_of_a_stream_are_refused_at_the_first_row(tmp_path, row):
+    rows = IterableDataset.from_generator(lambda: iter([row] * 8))
+    run = trainer(tmp_path, train_dataset=rows)
+    asked = []
+    make_engine = run._make_engine
+
+    def watched(conversational):
+        engine = make_engine(conversational)
+        engine.generate = lambda requests: asked.append(requests)
+        return engine
+
+    run._make_engine = watched
+    with pytest.raises(ValueError, match="text only"):
+        run.train()
+    assert not asked

@@ -1,0 +1,161 @@
+"""The private names of TRL that the package rests on: listed completely, and checked when a trainer is built."""
+
+import ast
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+import trl
+from transformers.trainer import Trainer
+from trl import GRPOTrainer
+from trl.trainer.base_trainer import _BaseTrainer
+
+from toys import length_reward, make_config, make_model, make_tokenizer, string_dataset
+from trace_trl import TRACETrainer, seams
+
+
+PACKAGE = Path(seams.__file__).parent
+
+
+def defined_by(cls) -> set[str]:
+    """Names of methods of a class and of attributes its methods set on `self`."""
+    names = set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                names.add(node.attr)
+    return names
+
+
+def used_by_package() -> set[str]:
+    """Names of what the package reads, sets or overrides on a trainer: on `self` and `super()` in the trainer's own
+    module, on `trainer` and `self.trainer` in the others, and those it sets by `setattr`."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        own = path.name == "trainer.py"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and own:
+                names.add(node.name)
+            elif isinstance(node, ast.Dict) and own:
+                names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            elif isinstance(node, ast.Attribute):
+                holder = ast.unparse(node.value)
+                if holder in ("trainer", "self.trainer") or (own and holder in ("self", "super()")):
+                    names.add(node.attr)
+    return names
+
+
+def listed() -> set[str]:
+    looked_up = {name for names in seams.LOOKED_UP.values() for name in names}
+    attributes = {*seams.ATTRIBUTES, *seams.ENVIRONMENT_ATTRIBUTES, *seams.ASYNC_ATTRIBUTES}
+    return {*seams.OVERRIDDEN, *seams.CALLED} | looked_up | attributes
+
+
+def test_list_covers_every_name_of_trl_that_is_used():
+    used = used_by_package() - {"__init__"}
+    of_trl = defined_by(GRPOTrainer) | defined_by(_BaseTrainer)
+    assert "_tokenize_prompts" in used & of_trl  # the scan sees something
+    assert (used & of_trl) - listed() == set()
+    private_of_transformers = {name for name in defined_by(Trainer) if name.startswith("_")}
+    assert (used & private_of_transformers) - listed() == set()
+
+
+def test_list_holds_nothing_that_is_not_used():
+    asked_for_by_the_check = {"_has_async_funcs", "_prepare_inputs"}
+    assert listed() - used_by_package() - asked_for_by_the_check == set()
+
+
+def test_overridden_methods_are_those_of_the_list():
+    inherited = {name for cls in GRPOTrainer.__mro__ for name in vars(cls)}
+    own = {name for name, value in vars(TRACETrainer).items() if inspect.isfunction(value)}
+    documented = {"__init__", "train", "evaluate"}  # public, taken with any arguments
+    assert own & inherited - documented == set(seams.OVERRIDDEN)
+
+
+def test_overrides_take_what_the_originals_take():
+    for name, parameters in seams.OVERRIDDEN.items():
+        assert tuple(inspect.signature(getattr(TRACETrainer, name)).parameters) == parameters
+
+
+def test_installed_trl_is_what_was_built_against():
+    seams.check_trl()
+
+
+@pytest.mark.parametrize("name", [*seams.OVERRIDDEN, *seams.CALLED])
+def test_changed_signature_fails_with_a_sentence(monkeypatch, name):
+    def changed(self, something_new): ...
+
+    monkeypatch.setattr(GRPOTrainer, name, changed)
+    with pytest.raises(ImportError) as error:
+        seams.check_trl()
+    assert f"GRPOTrainer.{name}(self, something_new)" in str(error.value)
+    assert "install a trl release" in str(error.value)
+
+
+def test_removed_method_fails_with_a_sentence(monkeypatch):
+    monkeypatch.delattr(GRPOTrainer, "_tokenize_prompts")
+    with pytest.raises(ImportError, match="has no GRPOTrainer._tokenize_prompts, .* install a trl release"):
+        seams.check_trl()
+
+
+@pytest.mark.parametrize("method", seams.LOOKED_UP)
+def test_method_that_asks_for_something_else_fails_with_a_sentence(monkeypatch, method):
+    parameters = ", ".join(inspect.signature(getattr(GRPOTrainer, method)).parameters)
+    names = seams.LOOKED_UP[method][1:]
+    scope = {}
+    exec(f"def changed({parameters}): return [{', '.join(f'self.{name}' for name in names)}]", scope)
+    monkeypatch.setattr(GRPOTrainer, method, scope["changed"])
+    with pytest.raises(ImportError, match=f"{method} of trl .* does not use {seams.LOOKED_UP[method][0]}, .* install"):
+        seams.check_trl()
+
+
+@pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0.0"])
+def test_foreign_version_fails_with_a_sentence(monkeypatch, tmp_path, version):
+    monkeypatch.setattr(trl, "__version__", version)
+    with pytest.raises(ImportError) as error:
+        TRACETrainer(make_model(), length_reward, make_config(tmp_path), string_dataset())
+    assert f"{version} is installed" in str(error.value)
+    assert "pip install 'trl>=1.16.0,<1.17.0'" in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["1.16.0", "1.16.4"])
+def test_supported_versions_pass(monkeypatch, version):
+    monkeypatch.setattr(trl, "__version__", version)
+    seams.check_trl()
+
+
+class Bare:
+    """A trainer that has every attribute on the list but one."""
+
+    def __init__(self, without: str, environments: bool = True):
+        for name in (*seams.ATTRIBUTES, *seams.ENVIRONMENT_ATTRIBUTES, *seams.ASYNC_ATTRIBUTES):
+            if name != without:
+                setattr(self, name, None)
+        self._has_async_funcs = True
+        if without != "environment_factories":
+            self.environment_factories = {} if environments else None
+        if without == "_has_async_funcs":
+            del self._has_async_funcs
+
+
+@pytest.mark.parametrize(
+    "name", [*seams.ATTRIBUTES, *seams.ENVIRONMENT_ATTRIBUTES, *seams.ASYNC_ATTRIBUTES], ids=lambda name: name
+)
+def test_removed_attribute_fails_with_a_sentence(name):
+    with pytest.raises(ImportError, match=rf"no longer sets GRPOTrainer\.{name}, .* install"):
+        seams.check_trainer(Bare(without=name))
+
+
+def test_attributes_of_environments_are_asked_for_only_with_environments():
+    seams.check_trainer(Bare(without="_env_tools", environments=False))
+
+
+def test_construction_checks_the_trainer(monkeypatch, tmp_path):
+    monkeypatch.setattr(seams, "ATTRIBUTES", (*seams.ATTRIBUTES, "something_gone"))
+    with pytest.raises(ImportError, match="something_gone"):
+        TRACETrainer(
+            make_model(), length_reward, make_config(tmp_path), string_dataset(), processing_class=make_tokenizer()
+        )
