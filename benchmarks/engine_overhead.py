@@ -1,45 +1,67 @@
 """
 The rollout engine's own time: everything but the model, the environment and the rewards.
 
-    python benchmarks/engine_overhead.py                        # 1,026 leaves, chat, tool calls and plain strings
+    python benchmarks/engine_overhead.py                        # 1,026 leaves: M = 342 bare rollouts, N = 2
     python benchmarks/engine_overhead.py --rollouts 512 --continuations 1 --max-turns 8
 
-A generator that answers at once, an environment that answers at once and a reward that is read off a list stand in for
-the rest, so that all the time that passes is the engine's: contexts, decoding, parsing, handing turns to environments,
-rendering and encoding their answers, snapshots, allocation. Prompts, turns and answers are as long as in search QA.
+A generator that answers at once, an environment that answers at once and a reward that is drawn stand in for the rest, so
+that all the time that passes is the engine's: contexts, decoding and parsing of turns, handing them to environments,
+rendering and encoding of answers, snapshots, allocation. Prompts, turns and answers are as long as in search QA.
 
-The engine's own time is to stay under 50 ms a round.
+    chat      `env_step`, prompts are messages: Qwen3's chat template
+    string    `env_step`, prompts are plain text
+    tools     native tool calls, which are parsed, and answered with tool messages
+
+An answer is one of its prompt's ten paragraphs, as where a question brings its own; `new answers` has no answer twice.
+The engine's own time is to stay under 50 ms a round: 5 % of a generation whose 100 tokens take 10 ms each.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.resources
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import add_response_schema
 
 from trace_trl import StepResult
-from trace_trl import engine as engine_module
 from trace_trl.codec import Codec
-from trace_trl.engine import Limits, RootPlan, Stats, TreeRolloutEngine
+from trace_trl.engine import Limits, RootPlan, Stats, TreeRolloutEngine, _Run
 from trace_trl.environments.callback import CallbackEnvironment
+from trace_trl.environments.runner import ConcurrentRunner
 from trace_trl.environments.tools import ToolEnvironment
 from trace_trl.generation import Request, Sample
 from trace_trl.tree import RolloutTree, Turn
 
 
-TARGET = 0.050  # seconds a round
+TARGET = 50.0  # milliseconds a round
+
+# What is timed, and what it is listed as
+STAGES = [
+    (_Run, "_requests", "contexts"),
+    (_Run, "_decode", "decode, parse"),
+    (_Run, "_messages", "messages"),
+    (Codec, "encode_replies", "render, encode"),
+    (ConcurrentRunner, "run", "dispatch"),  # to environments, forks and snapshots included
+    (_Run, "_choose_prefixes", "allocation"),
+    (_Run, "_start_bare", "bookkeeping"),
+    (_Run, "_play_turn", "bookkeeping"),
+    (_Run, "_score_ready", "bookkeeping"),
+    (_Run, "_expand_ready", "bookkeeping"),
+    (_Run, "_finish", "bookkeeping"),
+]
 
 
 class Clock:
-    """Seconds spent in each of a set of functions, what they spend in each other left out."""
+    """Seconds spent in watched functions by stage, what they spend in each other left out."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -63,12 +85,12 @@ class Clock:
 
 
 def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with Qwen3's markup and its chat template as TRL ships it."""
+    """A byte-level BPE with Qwen3's markup, and its chat template as TRL ships it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=4000,
+        vocab_size=6000,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -77,106 +99,104 @@ def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"])
     fast.chat_template = importlib.resources.files("trl").joinpath("chat_templates", "qwen3.jinja").read_text()
-    return fast
+    return add_response_schema(fast)
 
 
 class Workload:
-    """
-    Texts of realistic lengths, and everything that answers at once.
-
-    Args:
-        kind (`str`): `"chat"` (`env_step`, observations are user messages), `"tools"` (native tool calls, parsed and
-            answered), `"string"` (`env_step`, plain text).
-    """
+    """Texts of realistic lengths, and everything that answers at once."""
 
     def __init__(self, kind: str, args: argparse.Namespace):
         self.kind = kind
         self.args = args
         self.random = random.Random(0)
-        alphabet = "abcdefghijklmnopqrstuvwxyz"
-        self.words = ["".join(self.random.choices(alphabet, k=self.random.randint(2, 9))) for _ in range(2000)]
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        self.words = ["".join(self.random.choices(letters, k=self.random.randint(2, 9))) for _ in range(2000)]
         self.tokenizer = make_tokenizer(self.words)
-        if kind == "tools":
-            from trl.chat_template_utils import add_response_schema
-
-            add_response_schema(self.tokenizer)
-        self.observations = [self.text(args.observation_tokens) for _ in range(64)]
-        self.calls = self.turns(last=False)
-        self.answers = self.turns(last=True)
-        self.generated = 0.0  # seconds spent in this stand-in for a model
-        self.marks: list[tuple[float, float]] = []
+        if kind != "tools":
+            self.tokenizer.response_template = None
+        sample = self.tokenizer(" ".join(self.words))["input_ids"]
+        self.tokens_per_word = len(sample) / len(self.words)
+        self.searches = [self._turn("search") for _ in range(64)]
+        self.answers = [self._turn("finish") for _ in range(64)]
+        self.prompts = [self._prompt() for _ in range(args.rollouts // args.per_prompt)]
+        self.marks: list[tuple[float, float]] = []  # when the generator was called, and when it returned
 
     def text(self, tokens: int) -> str:
-        words: list[str] = []
-        while len(self.tokenizer(" ".join(words))["input_ids"]) < tokens:
-            words += self.random.choices(self.words, k=max(1, tokens // 8))
-        ids = self.tokenizer(" ".join(words))["input_ids"][:tokens]
-        return self.tokenizer.decode(ids)
+        return " ".join(self.random.choices(self.words, k=round(tokens / self.tokens_per_word)))
 
-    def turns(self, last: bool) -> list[list[int]]:
-        result = []
-        for _ in range(64):
-            thought = self.text(self.args.turn_tokens - 20)
-            text = f"{thought} Action: finish[yes]" if last else f"{thought} Action: search[no]"
-            if self.kind == "tools":
-                call = '\n<tool_call>\n{"name": "search", "arguments": {"query": "red fox"}}\n</tool_call>'
-                text = f"<think>\n{thought}\n</think>\n\n" + ("yes" if last else call)
-            result.append(self.tokenizer(text + "<|im_end|>")["input_ids"])
-        return result
+    def _turn(self, action: str) -> list[int]:
+        text = f"{self.text(self.args.turn_tokens - 10)}\nAction: {action}[{self.text(4)}]"
+        if self.kind == "tools":
+            call = '<tool_call>\n{"name": "search", "arguments": {"query": "red"}}\n</tool_call>'
+            thought = f"<think>\n{self.text(self.args.turn_tokens - 30)}\n</think>\n\n"
+            text = thought + (call if action == "search" else "red")
+        return self.tokenizer(text + "<|im_end|>")["input_ids"]
+
+    def _prompt(self) -> tuple[Any, list[int], list[str]]:
+        text = self.text(self.args.prompt_tokens)
+        paragraphs = [self.text(self.args.observation_tokens) for _ in range(10)]
+        if self.kind == "string":
+            return text, self.tokenizer(text)["input_ids"], paragraphs
+        messages = [{"role": "user", "content": text}]
+        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return messages, ids, paragraphs
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         started = time.perf_counter()
+        turn_length = self.args.turn_tokens + self.args.observation_tokens
         samples = []
         for request in requests:
-            # Length of the episode so far tells its turn; what is drawn ends some episodes early
-            turn = (len(request.context) - self.args.prompt_tokens) // (
-                self.args.turn_tokens + self.args.observation_tokens
-            )
-            ends = turn + 1 >= self.args.max_turns or (turn >= 2 and self.random.random() < 0.4)
-            samples.append(Sample(self.random.choice(self.answers if ends else self.calls), "eos"))
+            # The length of a history tells its turn; from the third on an episode may end
+            turn = 1 + round((len(request.context) - self.args.prompt_tokens) / turn_length)
+            ends = turn >= self.args.max_turns or (turn >= 3 and self.random.random() < 0.4)
+            samples.append(Sample(self.random.choice(self.answers if ends else self.searches), "eos"))
         self.marks.append((started, time.perf_counter()))
         return samples
 
-    def env_step(self, state: dict[str, Any], action: str, messages: list) -> StepResult:
-        if action.endswith("finish[yes]"):
-            return StepResult(done=True, reward=1.0)
-        state["step"] += 1
-        return StepResult(observation=self.observations[state["step"] % 64])
+    def _observe(self, paragraphs: list[str]) -> str:
+        paragraph = self.random.choice(paragraphs)
+        return f"{self.random.random()} {paragraph}" if self.args.new_answers else paragraph
 
     def environment(self) -> CallbackEnvironment | ToolEnvironment:
         if self.kind == "tools":
 
-            def search(query: str) -> str:
-                """
-                Searches.
+            class Search:
+                paragraphs: list[str] = []
 
-                Args:
-                    query: what for.
-                """
-                return self.observations[len(query)]
+                def reset(search, paragraphs: list[str], **row: Any) -> None:
+                    search.paragraphs = paragraphs
 
-            return ToolEnvironment([search])
-        return CallbackEnvironment(self.env_step, lambda example: {"step": 0}, conversational=self.kind == "chat")
+                def search(search, query: str) -> str:
+                    """
+                    Searches.
 
-    def prompts(self) -> list[tuple[Any, list[int]]]:
-        count = self.args.rollouts // self.args.per_prompt
-        prompts = []
-        for _ in range(count):
-            prompt: Any = self.text(self.args.prompt_tokens)
-            if self.kind == "string":
-                ids = self.tokenizer(prompt)["input_ids"]
-            else:
-                prompt = [{"role": "user", "content": prompt}]
-                ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-            prompts.append((prompt, ids))
-        return prompts
+                    Args:
+                        query: What for.
+                    """
+                    return self._observe(search.paragraphs)
+
+                def fork(search) -> Search:
+                    other = Search()
+                    other.paragraphs = search.paragraphs
+                    return other
+
+            return ToolEnvironment(factories={None: Search})
+
+        def env_step(state: list[str], action: str, messages: list) -> StepResult:
+            if "Action: finish[" in action:
+                return StepResult(done=True, reward=1.0)
+            return StepResult(observation=self._observe(state))
+
+        return CallbackEnvironment(
+            env_step, lambda example: tuple(example["paragraphs"]), conversational=self.kind == "chat"
+        )
 
     def score(self, leaves: list[tuple[RolloutTree, Turn]]) -> None:
         for _, turn in leaves:
             assert turn.leaf is not None
-            turn.leaf.reward = float(self.random.random() < 0.5)
+            turn.leaf.success = self.random.random() < 0.5
+            turn.leaf.reward = float(turn.leaf.success)
             turn.leaf.rewards = [turn.leaf.reward]
-            turn.leaf.success = turn.leaf.reward == 1.0
 
     def predict(self, leaves: list[Turn]) -> None:
         for leaf in leaves:
@@ -184,68 +204,98 @@ class Workload:
                 turn.value = self.random.random()
 
 
-STAGES = [
-    (engine_module._Run, "_requests", "contexts"),
-    (Codec, "decode_turns", "decode, parse"),
-    (Codec, "encode_replies", "render, encode"),
-    (engine_module._Run, "_messages", "messages"),
-    (engine_module.ConcurrentRunner, "run", "dispatch"),
-    (engine_module._Run, "_choose_prefixes", "allocation"),
-    (engine_module._Run, "_take_turns", "bookkeeping"),
-    (engine_module._Run, "_score_ready", "bookkeeping"),
-    (engine_module._Run, "_expand_ready", "bookkeeping"),
-    (engine_module._Run, "_finish", "bookkeeping"),
-    (engine_module._Run, "_start_bare", "bookkeeping"),
-]
-
-
-def measure(kind: str, args: argparse.Namespace, watch: Callable[[Clock], None] | None = None) -> dict[str, Any]:
-    workload = Workload(kind, args)
-    prompts = workload.prompts()
-    tokenizer = workload.tokenizer
-    environment = workload.environment()
+def measure(kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Plays `args.repeats` generation batches after a small one, which starts threads and compiles templates."""
+    work = Workload(kind, args)
+    environment = work.environment()
+    schemas = [search] if (search := getattr(environment, "factories", None)) else None
+    if schemas is not None:
+        schemas = [environment.factories[None]().search]  # type: ignore[union-attr,index]
     engine = TreeRolloutEngine(
-        generate=workload.generate,
-        codec=Codec(tokenizer, [tokenizer.eos_token_id], conversational=kind != "string"),
+        generate=work.generate,
+        codec=Codec(work.tokenizer, [work.tokenizer.eos_token_id], conversational=kind != "string"),
         environment=environment,
-        score=workload.score,
-        limits=Limits(completion=100_000, turns=args.max_turns + 1),
-        predict=workload.predict,
-        tools=lambda tree: environment.tools if isinstance(environment, ToolEnvironment) else None,
+        score=work.score,
+        limits=Limits(completion=100_000),
+        predict=work.predict,
+        tools=lambda tree: schemas,
     )
 
     def plans() -> list[RootPlan]:
-        return [
-            RootPlan(
-                RolloutTree.from_prompt(prompt, ids, {"prompt": prompt}, index=i),
-                engine.reset([({"prompt": prompt}, prompt)])[0],
-                args.per_prompt,
-                args.per_prompt * args.continuations,
-            )
-            for i, (prompt, ids) in enumerate(prompts)
+        rows = [{"prompt": prompt, "paragraphs": paragraphs} for prompt, _, paragraphs in work.prompts]
+        episodes = engine.reset([(row, row["prompt"]) for row in rows])
+        trees = [
+            RolloutTree.from_prompt(row["prompt"], ids, row, index=i)
+            for i, (row, (_, ids, _)) in enumerate(zip(rows, work.prompts, strict=True))
         ]
+        bare = args.per_prompt
+        return [RootPlan(t, e, bare, bare * args.continuations) for t, e in zip(trees, episodes, strict=True)]
 
-    engine.run(plans()[:8], seed=0)  # threads started, templates compiled
-    clock = Clock()
+    engine.run(plans()[:8], seed=0)
     rounds: list[float] = []
-    total, stats, leaves = 0.0, Stats(), 0
+    cpu = 0.0
+    stats, leaves = Stats(), 0
     for repeat in range(args.repeats):
         todo = plans()
-        workload.marks.clear()
-        started = time.perf_counter()
+        work.marks.clear()
+        cpu_before, started = time.process_time(), time.perf_counter()
         stats = engine.run(todo, seed=repeat)
-        ended = time.perf_counter()
-        edges = [started, *(edge for mark in workload.marks for edge in mark), ended]
+        ended, cpu_after = time.perf_counter(), time.process_time()
+        edges = [started, *(edge for mark in work.marks for edge in mark), ended]
         gaps = [after - before for before, after in zip(edges[::2], edges[1::2], strict=True)]
-        # What passes before the first and after the last generation belongs to these rounds
-        rounds += [gaps[0] + gaps[1], *gaps[2:-1], gaps[-2] + gaps[-1]] if len(gaps) > 3 else [sum(gaps)]
-        total += sum(gaps)
+        # What passes before the first generation belongs to its round
+        rounds += [gaps[0] + gaps[1], *gaps[2:]]
+        cpu += cpu_after - cpu_before - sum(after - before for before, after in work.marks)
         leaves = sum(len(plan.tree.leaves()) for plan in todo)
-    return {"kind": kind, "leaves": leaves, "stats": stats, "total": total, "rounds": rounds, "clock": clock}
+    engine.runner.close()
+    return {"leaves": leaves, "stats": stats, "rounds": rounds, "cpu": cpu}
 
 
 def main() -> None:
-    pass
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=["chat", "string", "tools"], choices=["chat", "string", "tools"])
+    parser.add_argument("--rollouts", type=int, default=342, help="bare rollouts M")
+    parser.add_argument("--continuations", type=int, default=2, help="continuations N per bare rollout")
+    parser.add_argument("--per-prompt", type=int, default=6, help="bare rollouts of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=1500)
+    parser.add_argument("--turn-tokens", type=int, default=100)
+    parser.add_argument("--observation-tokens", type=int, default=150)
+    parser.add_argument("--max-turns", type=int, default=5, help="episodes have 3 turns to this many")
+    parser.add_argument("--repeats", type=int, default=3, help="generation batches")
+    args = parser.parse_args()
+
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, milliseconds a round")
+    names = list(dict.fromkeys(stage for _, _, stage in STAGES))
+    columns = ["leaves", "rounds", "turns", "mean", "median", "most", "CPU", *names]
+    print(f"{'':<20}" + "".join(f"{column:>{max(len(column), 6) + 2}}" for column in columns))
+    clock = Clock()
+    for owner, name, stage in STAGES:
+        clock.watch(owner, name, stage)
+    worst = 0.0
+    for kind in args.kinds:
+        for args.new_answers in (False, True):
+            result = measure(kind, args)
+            count = len(result["rounds"])
+            mean = 1000 * sum(result["rounds"]) / count
+            worst = max(worst, mean)
+            numbers = [
+                result["leaves"],
+                result["stats"].rounds,
+                result["stats"].turns,
+                mean,
+                1000 * statistics.median(result["rounds"]),
+                1000 * max(result["rounds"]),
+                1000 * result["cpu"] / count,
+                *(1000 * clock.seconds.get(name, 0.0) / count for name in names),
+            ]
+            cells = [f"{n:.1f}" if isinstance(n, float) else f"{n:,}" for n in numbers]
+            label = kind + (", new answers" if args.new_answers else "")
+            print(
+                f"{label:<20}" + "".join(f"{c:>{max(len(n), 6) + 2}}" for c, n in zip(cells, columns, strict=True)),
+                flush=True,
+            )
+            clock.seconds.clear()
+    print(f"Largest mean: {worst:.1f} ms a round, {'under' if worst < TARGET else 'OVER'} {TARGET:.0f} ms.")
 
 
 if __name__ == "__main__":

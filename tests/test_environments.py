@@ -33,13 +33,14 @@ from toys import (
     usual,
 )
 from trace_trl import StepResult
-from trace_trl.engine import Limits
+from trace_trl.engine import Limits, RootPlan
 from trace_trl.environments.base import Action, UnsupportedError
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.environments.none import SingleTurnEnvironment
 from trace_trl.environments.runner import ConcurrentRunner
 from trace_trl.environments.tools import RESERVED_METHODS, ToolEnvironment, environment_tools
 from trace_trl.generation import Sample
+from trace_trl.tree import RolloutTree
 
 
 LOOP = ConcurrentRunner()  # gives the event loop of environments without a trainer
@@ -500,8 +501,8 @@ def factory_environment(*classes, **named):
 
 
 def environment_schema(environment):
-    """Tools for parsing, as the trainer passes them."""
-    instances = {name: factory() for name, factory in environment.factories.items()}
+    """Tools for parsing, as the trainer passes them; of instances that `__init__` never saw."""
+    instances = {name: factory.__new__(factory) for name, factory in environment.factories.items()}
     return lambda tree: environment_tools(instances[environment.name_of(tree.example)])
 
 
@@ -772,6 +773,11 @@ def test_case_24_rows_are_not_changed():
 # Case 25
 
 
+def same(some, others):
+    """Numbers of those of `others` that are among `some`, the same objects."""
+    return [number for number, other in enumerate(others) if any(one is other for one in some)]
+
+
 @pytest.fixture
 def hanging():
     hanging = Hanging()
@@ -862,14 +868,14 @@ def test_case_25_instance_in_use_by_a_hung_call_is_not_used_again(hanging):
         return call("hang") if turn_of(history) == 1 else "done"
 
     roll_out_environment(environment, say, rows_of(1), bare=2, timeout=0.3)
-    assert environment._idle == {None: []} and cls.closed == []
+    assert environment._idle == {None: []} and not same(cls.closed, cls.instances)
     trees, _, _ = roll_out_environment(environment, lambda history: "done", rows_of(1), bare=2)
     assert len(cls.instances) == 4 and len(environment._idle[None]) == 2
     hanging.release.set()
     deadline = time.monotonic() + 10
-    while len(cls.closed) < 2 and time.monotonic() < deadline:
+    while len(same(cls.closed, cls.instances)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert sorted(map(id, cls.closed)) == sorted(map(id, cls.instances[:2]))
+    assert same(cls.closed, cls.instances) == same(cls.instances[:2], cls.instances)
 
 
 def test_case_25_close_that_hangs_or_fails_ends_nothing(hanging, caplog):
@@ -957,14 +963,14 @@ def test_case_27_environments_are_closed_once():
             turn.leaf.reward, turn.leaf.rewards, turn.leaf.success = 1.0, [1.0], len(seen) % 2 == 0
 
     (tree,), _, _ = roll_out_environment(environment, say, rows_of(1), bare=2, continuations=4, score=score)
-    # 3 prefixes of 2 rollouts were kept, 4 of them continued
-    assert len(cls.forks) == 6 + 4 and len(cls.instances) == 2
+    # The task and 3 prefixes of 2 rollouts were kept, 4 of these continued
+    assert len(cls.forks) == 1 + 6 + 4 and len(cls.instances) == 2
     assert len(seen) == 6 and len({id(instance) for instance in seen}) == 6
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.forks))
     # What was made by the factory is kept for the next generation
     assert {id(instance) for instance in environment._idle[None]} == {id(instance) for instance in cls.instances}
     roll_out_environment(environment, say, rows_of(1), bare=2)
-    assert len(cls.instances) == 2
+    assert len(cls.instances) == 2 and len(cls.closed) == len(cls.forks) == 12
     environment.close()
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.forks + cls.instances))
     environment.close()
@@ -1002,19 +1008,14 @@ def test_case_27_unused_reserves_and_replaced_prompts_are_closed():
     cls = CounterEnvironment.fresh()
     environment = factory_environment(cls)
     (tree,), _, engine = roll_out_environment(environment, lambda history: "done", rows_of(1), bare=2)
-    from trace_trl.engine import RootPlan
-    from trace_trl.tree import RolloutTree
-
-    episodes = engine.reset([(row, row["prompt"]) for row in rows_of(1, 2, 3, 4)])
-    plans = [
-        RootPlan(RolloutTree.from_prompt(e.prompt, [1, 2], {}, index=i), e, bare=0) for i, e in enumerate(episodes)
-    ]
-    for plan, row in zip(plans, rows_of(1, 2, 3, 4), strict=True):
-        plan.tree.example = row
+    rows = rows_of(1, 2, 3, 4)
+    episodes = engine.reset([(row, row["prompt"]) for row in rows])
+    trees = [RolloutTree.from_prompt(e.prompt, [1, 2], row) for e, row in zip(episodes, rows, strict=True)]
+    plans = [RootPlan(tree, episode, bare=0) for tree, episode in zip(trees, episodes, strict=True)]
     plans[0].bare = 2
     mixed = iter([False, True])
     engine.is_mixed = lambda tree: next(mixed)
     engine.run(plans[:1], plans[1:], seed=0)
     assert [plan.bare for plan in plans] == [0, 2, 0, 0]
     # 5: four were reset at once, and two rollouts of the first need one more
-    assert len(environment._idle[None]) == len(cls.instances) == 5 and cls.closed == []
+    assert len(environment._idle[None]) == len(cls.instances) == 5 and not same(cls.closed, cls.instances)

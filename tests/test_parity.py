@@ -9,7 +9,7 @@ import torch
 import transformers
 from trl import GRPOConfig, GRPOTrainer
 
-from toys import call, chat_dataset, length_reward, make_config, make_model, make_tokenizer, string_dataset
+from toys import call, chat_dataset, few_words, length_reward, make_config, make_model, make_tokenizer, string_dataset
 from trace_trl import TRACEConfig, TRACETrainer
 from trace_trl.generation import Sample
 
@@ -97,13 +97,6 @@ def assert_same_run(ours, reference, but=()):
     for entry, expected in zip(logged(trainer), logged(trl_trainer), strict=True):
         expected = {key: value for key, value in expected.items() if not key.endswith(but)}
         assert {key: entry.get(key) for key in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-def few_words(words="red green blue yes no"):
-    """Settings under which a random model samples nothing but these words and the end of its turn."""
-    tokenizer = make_tokenizer()
-    kept = {tokenizer.eos_token_id, *tokenizer(words)["input_ids"]}
-    return {"suppress_tokens": [token_id for token_id in range(make_model().vocab_size) if token_id not in kept]}
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,15 @@ def test_most_workers(release):
 
     runner.run([call] * 12)
     assert most == 3
+    # A lost worker whose call returns after all is not one more
+    errors = runner.run([release.wait] * 3, timeout=0.1)
+    assert len(runner.run([lambda: 1] * 3)) == 3
+    release.set()
+    for error in errors:
+        error._call.thread.join(5)
+        assert not error._call.thread.is_alive()
+    runner.run([call] * 12)
+    assert most == 3
 
 
 def test_exceptions_stand_in_their_place(runner):
@@ -275,8 +284,10 @@ def test_case_25_worker_ended_from_outside(runner):
     small = ConcurrentRunner(max_workers=1)
     small.run([lambda: 1])
     (worker,) = small._workers
-    small._calls.put(_Deadly())
+    deadly = _Deadly()
+    small._calls.put(deadly)
     worker.join(5)
+    assert isinstance(deadly.result, RuntimeError)
     assert small.run([lambda: 2], timeout=5) == [2]
 
 

@@ -132,6 +132,13 @@ def chat_dataset(rows: int = 8) -> Dataset:
     return Dataset.from_dict({"prompt": prompts, "number": list(range(rows))})
 
 
+def few_words(words: str = "red green blue yes no") -> dict:
+    """`generation_kwargs` under which a random model samples nothing but these words and the end of its turn."""
+    tokenizer = make_tokenizer()
+    kept = {tokenizer.eos_token_id, *tokenizer(words)["input_ids"]}
+    return {"suppress_tokens": [token_id for token_id in range(make_model().vocab_size) if token_id not in kept]}
+
+
 def length_reward(completions, **kwargs):
     """A reward that differs between random completions."""
     texts = [c if isinstance(c, str) else "".join(str(m.get("content", "")) for m in c) for c in completions]

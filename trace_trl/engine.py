@@ -209,7 +209,11 @@ class TreeRolloutEngine:
             seed: of the prefix allocator's random choices.
         """
         run = _Run(self, list(plans), list(reserves), np.random.default_rng(seed))
-        return run.play()
+        try:
+            return run.play()
+        except BaseException:
+            run.abandon()
+            raise
 
     def _together(self, functions: Sequence[Callable[[], Any]], timeout: float | None = None) -> list[Any]:
         results = self.runner.run(functions, timeout)
@@ -246,6 +250,7 @@ class _Run:
         self.stats = Stats()
         self.live: list[_Branch] = []
         self.unscored: list[_Branch] = []
+        self.open = {plan.episode for plan in [*plans, *reserves]}
         self.wanted = sum(plan.bare + plan.continuations for plan in plans)
         self.done = 0
 
@@ -287,6 +292,7 @@ class _Run:
     def _start(self, plan: RootPlan, node: Turn, episode: Episode, kind: str) -> None:
         leaf = Leaf(kind=kind, rollout=plan.started)
         plan.started += 1
+        self.open.add(episode)
         self.live.append(_Branch(plan, node, episode, leaf))
 
     def _root_episodes(self, counts: Sequence[tuple[RootPlan, int]]) -> dict[RootPlan, list[Episode]]:
@@ -321,6 +327,9 @@ class _Run:
         for plan, snapshot in zip(chosen, self.engine.runner.run(jobs, self.engine.timeout), strict=True):
             if isinstance(snapshot, Snapshot):
                 plan.snapshots[plan.tree.root] = snapshot
+            elif isinstance(snapshot, EnvironmentTimeout):
+                plan.episode.lose(snapshot)
+                snapshot.when_returned(_close_late)
 
     # One round
 
@@ -521,6 +530,7 @@ class _Run:
         self.unscored = [branch for branch in self.unscored if branch not in scored]
         for branch in branches:
             branch.leaf.environment = None
+        self.open.difference_update(branch.episode for branch in branches)
         self.engine.close([branch.episode for branch in branches])
         self.stats.seconds["reward"] += time.perf_counter() - started
 
@@ -627,8 +637,13 @@ class _Run:
     def _finish(self) -> None:
         if self.unscored:
             self._score(self.unscored)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes what is still open: reserves that were not needed, and, where an error ends the run, all the rest."""
         self._close_snapshots(self.plans)
-        self.engine.close([reserve.episode for reserve in self.reserves])
+        self.engine.close(list(self.open))
+        self.open.clear()
 
 
 def _close_late(result: Any) -> None:

@@ -148,6 +148,9 @@ class TransformersGenerator:
                 progress_bar=False,
             )
             model.train(training)
+        errors = [output.error for output in outputs.values() if output.error is not None]
+        if errors:
+            raise RuntimeError(f"Continuous batching failed for {len(errors)} of {len(contexts)} branches: {errors[0]}")
         return [self._cut(list(output.generated_tokens)) for output in outputs.values()]
 
     def _decode(self, ids: list[int]) -> str:

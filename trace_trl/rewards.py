@@ -19,6 +19,7 @@ from trl.data_utils import apply_chat_template, is_conversational
 from trl.extras.profiling import profiling_context
 from trl.trainer.utils import is_async_callable
 
+from .environments.base import copy_plain
 from .tree import RolloutTree, Turn
 
 
@@ -58,7 +59,7 @@ class RewardScorer:
     def _rewards(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> torch.Tensor:
         """Shape `(leaves, reward functions)`, `nan` where a function returned `None`."""
         trainer = self.trainer
-        prompts = [tree.prompt for tree, _ in leaves]
+        prompts = [copy_plain(tree.prompt) for tree, _ in leaves]
         completion_ids = [[i for t in turn.path() for i in (*t.token_ids, *t.observation_ids)] for _, turn in leaves]
         completions = self.completions(leaves, completion_ids)
         kwargs = self._keyword_arguments(leaves)
@@ -97,12 +98,14 @@ class RewardScorer:
         """Completions as TRL shows them: messages for conversational prompts, decoded text otherwise."""
         if isinstance(leaves[0][0].prompt, str):
             return self.trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        return [[dict(message) for t in turn.path() for message in t.messages] for _, turn in leaves]
+        return [[copy_plain(message) for t in turn.path() for message in t.messages] for _, turn in leaves]
 
     def _keyword_arguments(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> dict[str, Any]:
         examples = [tree.example for tree, _ in leaves]
         reserved = ("prompt", "completion", "completion_ids")
-        kwargs: dict[str, Any] = {key: [row[key] for row in examples] for key in examples[0] if key not in reserved}
+        columns = [key for key in examples[0] if key not in reserved]
+        # Copies, as each completion has its own in TRL: leaves share their prompt's row, and later ones need it too
+        kwargs: dict[str, Any] = {key: [copy_plain(row[key]) for row in examples] for key in columns}
         kwargs["trainer_state"] = self.trainer.state
         kwargs["log_metric"] = self.trainer._log_metric
 

@@ -81,8 +81,11 @@ class CallbackEpisode(Episode):
         return type(self)(self.owner, copy_state(self.environment, self.loop), self.prompt)
 
     def close(self) -> None:
+        self.when_free(self._close)
+
+    def _close(self) -> None:
         state, self.environment = self.environment, None
-        self.when_free(lambda: close_object(state, self.loop, self.owner))
+        close_object(state, self.loop, self.owner)
 
     def on_error(self, action: Action, error: BaseException) -> Reply:
         kind = "timeout" if isinstance(error, EnvironmentTimeout) else "error"

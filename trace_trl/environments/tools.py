@@ -178,13 +178,16 @@ class ToolEpisode(Episode):
         return episode
 
     def close(self) -> None:
+        self.when_free(self._close)
+
+    def _close(self) -> None:
         instance, self.environment = self.environment, None
         if instance is None:
             return
         if self._pooled and not self.is_tainted:
             self.owner.release(self.name, instance)
         else:
-            self.when_free(lambda: close_object(instance, self.loop, self.owner))
+            close_object(instance, self.loop, self.owner)
 
 
 async def _gather(awaitables: list) -> list[Any]:

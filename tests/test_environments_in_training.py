@@ -1,0 +1,419 @@
+"""Environments under a trainer: what the policy is shown in training, evaluation and after forking, what is closed."""
+
+import asyncio
+import copy
+import functools
+import json
+
+import pytest
+from datasets import Dataset
+
+from toys import (
+    AsyncCounterEnvironment,
+    CounterEnvironment,
+    Irreproducible,
+    LockHolder,
+    SocketOwner,
+    call,
+    chat_dataset,
+    make_config,
+    make_model,
+    make_tokenizer,
+    speak,
+    string_dataset,
+)
+from trace_trl import StepResult, TRACETrainer
+
+
+def turn_of(history):
+    """1 for the first turn of an episode."""
+    return history.count("<|im_start|>assistant")
+
+
+def make_trainer(tmp_path, say, dataset, reward_funcs=None, eval_dataset=None, callbacks=None, **kwargs):
+    """A trainer whose policy says `say(history)`. What it was asked stands in `trainer.histories`."""
+    environment = {
+        key: kwargs.pop(key) for key in ("tools", "environment_factory", "env_step", "env_reset") if key in kwargs
+    }
+    model, tokenizer = make_model(), make_tokenizer()
+    histories = []
+
+    def saying(history):
+        histories.append(history)
+        return say(history)
+
+    speak(model, tokenizer, saying)
+    options = dict(
+        per_device_train_batch_size=12, num_generations=4, continuations_per_root=2, max_completion_length=300
+    )
+    trainer = TRACETrainer(
+        model=model,
+        reward_funcs=reward_funcs,
+        args=make_config(tmp_path, **(options | kwargs)),
+        train_dataset=dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        **environment,
+    )
+    trainer.histories = histories
+    return trainer
+
+
+def logged(trainer, key):
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def add_twice(history):
+    return call("add", amount=1) if turn_of(history) < 3 else "done"
+
+
+@pytest.mark.parametrize("cls", [CounterEnvironment, LockHolder], ids=["copied", "replayed"])
+def test_case_21_task_of_the_environment_is_in_every_prompt(tmp_path, cls):
+    cls = cls.fresh()
+    trees = []
+    trainer = make_trainer(
+        tmp_path, add_twice, chat_dataset(), eval_dataset=chat_dataset(2), environment_factory=cls, max_steps=1
+    )
+    score = trainer.scorer.__call__
+    trainer._engine.score = lambda leaves: (score(leaves), trees.extend(tree for tree, _ in leaves))
+    trainer.train()
+    assert logged(trainer, "rollout/continuation_leaves") == [8]
+    trained = len(trainer.histories)
+    trainer.evaluate()
+    assert len(trainer.histories) > trained
+    questions = [row["prompt"][0]["content"] for row in chat_dataset()]
+    for history in trainer.histories:
+        user = history.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
+        question, number = user.removesuffix(".").split(" Task ")
+        assert question == questions[int(number)]
+    # Prompts of the rows that are trained on, not only what was sampled behind
+    for tree in trees:
+        number = tree.example["number"]
+        assert tree.prompt[-1]["content"] == f"{questions[number]} Task {number}."
+        assert tree.prompt[-1]["content"] in trainer.processing_class.decode(tree.prompt_ids)
+        assert tree.example["prompt"] == [{"role": "user", "content": questions[number]}]
+
+
+@pytest.mark.parametrize("cls", [CounterEnvironment, AsyncCounterEnvironment])
+def test_environment_that_gives_the_reward(tmp_path, cls):
+    cls = cls.fresh()
+    trainer = make_trainer(tmp_path, add_twice, chat_dataset(), environment_factory=cls)
+    trainer.train()
+    # 2 of 10 in every leaf
+    assert logged(trainer, f"rewards/{cls.__name__}/mean") == pytest.approx([0.2, 0.2])
+    assert logged(trainer, "tools/call_frequency") and set(logged(trainer, "tools/failure_frequency")) == {0.0}
+
+
+def test_environments_by_name_show_their_own_tools(tmp_path):
+    counter = CounterEnvironment.fresh()
+
+    class Shouting:
+        def reset(self, **row):
+            return " Shout!"
+
+        def shout(self, word: str) -> str:
+            """
+            Shouts.
+
+            Args:
+                word: what to shout.
+            """
+            return word.upper()
+
+        def get_reward(self):
+            return 1.0
+
+    def say(history):
+        if turn_of(history) > 1:
+            return "done"
+        return call("shout", word="red") if '"name": "shout"' in history else call("add", amount=5)
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"question {i}"}], "environment": "count" if i % 2 else "shout"}
+        for i in range(8)
+    ]
+    trainer = make_trainer(
+        tmp_path, say, Dataset.from_list(rows), environment_factory={"count": counter, "shout": Shouting}
+    )
+    trainer.train()
+    for history in trainer.histories:
+        assert ('"name": "shout"' in history) == ("Shout!" in history)
+        assert ('"name": "add"' in history) == ("Task 0." in history)
+    assert set(logged(trainer, "tools/failure_frequency")) == {0.0}
+    # No number where a generation had no such environment
+    assert set(logged(trainer, "rewards/Shouting/mean")) - {None} == {1.0}
+    assert set(logged(trainer, "rewards/CounterEnvironment/mean")) - {None} == {0.5}
+
+
+def test_environment_that_is_not_there_stops_the_run(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "go"}], "environment": "chess"}] * 8
+    trainer = make_trainer(
+        tmp_path, add_twice, Dataset.from_list(rows), environment_factory={"count": CounterEnvironment.fresh()}
+    )
+    with pytest.raises(ValueError, match="`environment='chess'`.*Expected one of"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("cls", [LockHolder, SocketOwner, Irreproducible])
+def test_case_22_training_goes_on(tmp_path, cls, caplog):
+    cls = cls.fresh()
+    trainer = make_trainer(tmp_path, add_twice, chat_dataset(), environment_factory=cls)
+    trainer.train()
+    lost = cls.__name__ == "Irreproducible"
+    # 4 rollouts with 2 prefixes each
+    assert logged(trainer, "rollout/unforkable_prefixes") == [8 if lost else 0] * 2
+    assert logged(trainer, "rollout/extra_leaves" if lost else "rollout/continuation_leaves") == [8, 8]
+    assert sum("can't be restored" in record.getMessage() for record in caplog.records) == lost
+    assert sorted(map(id, cls.closed)) == sorted(map(id, cls.instances))
+
+
+def spoil(value):
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, (dict, list)):
+            spoil(item)
+    value.clear()
+
+
+@pytest.mark.parametrize("way", ["env_step", "environment_factory"])
+def test_case_24_rows_reach_every_reset_and_reward_unchanged(tmp_path, way):
+    # Two prompts, used in each of four steps and by several rollouts of a step
+    rows = [
+        {"prompt": [{"role": "user", "content": f"question {i}"}], "facts": [[{"text": "a", "numbers": [i]}]]}
+        for i in range(2)
+    ]
+    seen = []
+
+    def check(row):
+        expected = [r for r in rows if r["prompt"] == row["prompt"]]
+        assert row == expected[0]
+        seen.append(row["facts"][0][0]["numbers"][0])
+
+    def env_reset(example):
+        check(copy.deepcopy(example))
+        state = copy.deepcopy(example)
+        spoil(example)
+        return state
+
+    def env_step(state, action, messages):
+        spoil(state)
+        spoil(messages)
+        return StepResult("on", done="done" in action)
+
+    class Spoils:
+        def reset(self, **row):
+            check(copy.deepcopy(row))
+            spoil(row)
+
+        def add(self, amount: int) -> str:
+            """
+            Adds.
+
+            Args:
+                amount: how much to add.
+            """
+            return "added"
+
+    def reward(prompts, facts, completions, **kwargs):
+        for prompt, fact in zip(prompts, facts, strict=True):
+            check({"prompt": prompt, "facts": fact})
+            spoil(fact)
+            spoil(prompt)
+        rewards = [float(len(json.dumps(completion)) % 2) for completion in completions]
+        spoil(completions)
+        return rewards
+
+    arguments = (
+        {"env_step": env_step, "env_reset": env_reset} if way == "env_step" else {"environment_factory": Spoils}
+    )
+    trainer = make_trainer(
+        tmp_path, add_twice, Dataset.from_list(rows), reward, max_steps=4, candidate_pool_factor=0.5, **arguments
+    )
+    before = Dataset.from_list(rows).to_list()
+    trainer.train()
+    assert set(seen) == {0, 1}
+    assert trainer.train_dataset.to_list() == before
+
+
+LOCK = None
+
+
+async def guarded(text: str) -> str:
+    """
+    Repeats, one caller at a time.
+
+    Args:
+        text: what to repeat.
+    """
+    async with LOCK:
+        # Others come to wait for the lock, which binds it to the loop they run on
+        await asyncio.sleep(0.002)
+    return text
+
+
+class Guarded:
+    def reset(self, **row):
+        return None
+
+    async def guarded(self, text: str) -> str:
+        """
+        Repeats, one caller at a time.
+
+        Args:
+            text: what to repeat.
+        """
+        return await guarded(text)
+
+
+@pytest.mark.parametrize("way", ["tools", "environment_factory", "env_step"])
+def test_case_26_one_lock_over_two_steps(tmp_path, way, monkeypatch):
+    monkeypatch.setitem(globals(), "LOCK", asyncio.Lock())
+
+    async def env_step(state, action, messages):
+        return StepResult(await guarded("red"), done="done" in action)
+
+    def say(history):
+        return call("guarded", text="red") if turn_of(history) < 3 else "done"
+
+    arguments = {
+        "tools": {"tools": [guarded]},
+        "environment_factory": {"environment_factory": Guarded},
+        "env_step": {"env_step": env_step},
+    }[way]
+    trainer = make_trainer(
+        tmp_path,
+        say,
+        chat_dataset(),
+        reward_funcs=lambda completions, **kwargs: [float(len(c)) for c in completions],
+        **arguments,
+    )
+    trainer.train()
+    assert logged(trainer, "rollout/environment_failures") == [0, 0]
+    assert min(logged(trainer, "rollout/environment_calls")) >= 4 * 2
+    # Bare rollouts that used the lock twice, and continuations of them
+    assert logged(trainer, "rollout/turns_per_leaf") == [3, 3]
+    assert not LOCK.locked()
+
+
+class Furnished(CounterEnvironment):
+    """With methods that are no tools, and a record of its copies."""
+
+    forks: list
+
+    @classmethod
+    def fresh(cls):
+        cls = super().fresh()
+        cls.forks = []
+        return cls
+
+    def fork(self):
+        """Copies."""
+        copied = copy.copy(self)
+        type(self).forks.append(copied)
+        return copied
+
+    def _private(self):
+        """Private."""
+
+
+def test_case_27_only_tools_are_in_the_prompt(tmp_path):
+    cls = Furnished.fresh()
+    trainer = make_trainer(tmp_path, add_twice, chat_dataset(), environment_factory=cls, max_steps=1)
+    assert [tool.__name__ for tool in trainer.tools] == ["add"]
+    trainer.train()
+    for history in trainer.histories:
+        listed = history.split("<tools>\n")[1].split("\n</tools>")[0]
+        assert [json.loads(line)["function"]["name"] for line in listed.splitlines()] == ["add"]
+
+
+def test_case_27_functions_named_like_reserved_methods_are_tools(tmp_path):
+    closed = []
+
+    def close(door: str) -> str:
+        """
+        Closes a door.
+
+        Args:
+            door: which one.
+        """
+        closed.append(door)
+        return "closed"
+
+    cls = Furnished.fresh()
+    trainer = make_trainer(
+        tmp_path,
+        lambda history: call("close", door="left") if turn_of(history) == 1 else "done",
+        chat_dataset(),
+        tools=[close],
+        environment_factory=cls,
+        max_steps=1,
+    )
+    trainer.train()
+    assert len(closed) >= 4 and '"name": "close"' in trainer.histories[0]
+    assert logged(trainer, "tools/failure_frequency") == [0.0]
+
+
+def test_case_27_every_environment_is_closed_once(tmp_path):
+    cls = Furnished.fresh()
+    made = []
+
+    def reward(completions, environments, **kwargs):
+        made.append(len(cls.instances))
+        assert not any(one is other for one in environments for other in cls.closed)
+        return [1.0] * len(completions)
+
+    # 6 candidates for 4 rollouts: some of them are reset and not used
+    trainer = make_trainer(
+        tmp_path,
+        add_twice,
+        chat_dataset(),
+        reward,
+        eval_dataset=chat_dataset(2),
+        environment_factory=cls,
+        max_steps=3,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    trainer.train()
+    assert cls.forks
+    assert sorted(map(id, cls.closed)) == sorted(map(id, cls.forks + cls.instances))
+    # Made once and reset often: 6 candidates, and a second rollout of each of two prompts at most
+    assert len(cls.instances) <= 6 + 2
+    assert len(cls.resets) >= 3 * 6
+    # Evaluation afterwards makes new ones, and closes them
+    trainer.evaluate()
+    assert sorted(map(id, cls.closed)) == sorted(map(id, cls.forks + cls.instances))
+
+
+def test_string_prompts_with_a_callback(tmp_path):
+    def env_step(state, action, messages):
+        assert messages[0] == {"role": "user", "content": state["prompt"]}
+        if "finish" in action:
+            return StepResult(done=True, reward=float(state["number"] % 2), info={"number": state["number"]})
+        return StepResult("\nObservation: fox.\nThought:")
+
+    def say(history):
+        return "look" if "Observation" not in history else "finish"
+
+    trainer = make_trainer(tmp_path, say, string_dataset(), env_step=env_step)
+    trainer.train()
+    questions = string_dataset()["prompt"]
+    assert all(any(history.startswith(question) for question in questions) for history in trainer.histories)
+    assert {history.split("look")[1] for history in trainer.histories if "look" in history} == {
+        "<|im_end|>\nObservation: fox.\nThought:"
+    }
+    assert len(logged(trainer, "env/number")) == len(logged(trainer, "rewards/env_step/mean")) == 2
+
+
+def test_env_step_adds_to_reward_functions(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        lambda history: "red",
+        chat_dataset(),
+        reward_funcs=[lambda completions, **kwargs: [0.5] * len(completions)],
+        env_step=functools.partial(lambda prefix, state, action, messages: StepResult(done=True, reward=2.0), 1),
+        reward_weights=[3.0],
+    )
+    trainer.train()
+    assert logged(trainer, "rewards/env_step/mean") == [2.0, 2.0]
+    assert logged(trainer, "reward") == pytest.approx([3.5, 3.5])
