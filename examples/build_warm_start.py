@@ -46,7 +46,7 @@ from hotpotqa import (
 from smollm2 import resolve_model
 
 from trace_trl.environments.qa_metrics import exact_match, f1_score
-from trace_trl.environments.search import ParagraphIndex, SearchEnvironment
+from trace_trl.environments.search import ParagraphIndex, SearchEnvironment, SearchState
 
 
 Messages = list[dict[str, str]]
@@ -132,10 +132,10 @@ def shared_words(question: str, page: str, longest: int = 8) -> str:
 class Demonstration:
     """An episode played in the real environment, so that its observations are those of training."""
 
-    def __init__(self, environment: SearchEnvironment, row: dict[str, Any]):
+    def __init__(self, environment: SearchEnvironment, state: SearchState, question: str):
         self.environment = environment
-        self.state = environment.reset(row)
-        self.messages = build_prompt(row["question"])
+        self.state = state
+        self.messages = build_prompt(question)
 
     @property
     def index(self) -> ParagraphIndex:
@@ -189,7 +189,7 @@ def demonstrate(row: dict[str, Any], environment: SearchEnvironment, rng: random
     Returns:
         `list[dict] | None`: messages, or `None` where no query leads to the answer.
     """
-    demo = Demonstration(environment, row)
+    demo = Demonstration(environment, environment.reset(row), row["question"])
     question, answer = row["question"].strip(), row["answer"]
     pages = {title: " ".join(sentences) for title, sentences in demo.index.paragraphs}
     # As the index spells them, HTML entities resolved
@@ -233,14 +233,15 @@ def paragraph_demonstrations(
     """Episodes of one search, for questions that `QUESTIONS` makes of single paragraphs."""
     demonstrations = []
     for row in rows:
-        for title, sentences in ParagraphIndex(row["context"]).paragraphs:
+        start = environment.reset(row)
+        for title, sentences in start.index.paragraphs:
             text, name = " ".join(sentences), bare_title(title)
             for pattern, questions in QUESTIONS:
                 match = re.search(pattern, text)
                 answer = match.group(match.lastindex).strip(" ,.") if match and match.lastindex else ""
                 if not answer or answer in title:
                     continue
-                demo = Demonstration(environment, {**row, "question": rng.choice(questions).format(name)})
+                demo = Demonstration(environment, start.fork(), rng.choice(questions).format(name))
                 if not demo.finds(name, title):
                     continue
                 demo.search(name)

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import functools
+import inspect
 import threading
 import time
 
@@ -136,6 +137,8 @@ def test_every_form_of_env_step_and_env_reset(form, reset):
         FORMS[form], {"none": None, "sync": env_reset, "async": async_env_reset}[reset], loop=loop
     )
     rows = [{"prompt": [{"role": "user", "content": "go"}], "number": number} for number in (4, 6)]
+    # A coroutine needs no worker
+    assert inspect.iscoroutinefunction(environment.reset(rows[0], "go").step) == form.startswith("async")
     trees, stats, _ = roll_out(environment, lambda history: "red", rows, bare=2, continuations=4)
     for tree, row in zip(trees, rows, strict=True):
         number = row["number"] + (reset != "none")
@@ -344,7 +347,7 @@ def test_info_is_logged_per_leaf(caplog):
     def env_step(state, action, messages):
         steps = state["steps"] = state.get("steps", 0) + 1
         info = {"steps": steps, "flag": True, "first": 1.0} if steps == 1 else {"steps": steps, "flag": False}
-        info |= {"text": "no number", "list": [1], "nothing": float("nan")}
+        info |= {"text": "12", "list": [1], "nothing": float("nan")}
         return StepResult("on", done=steps == state["last"], info=info)
 
     rows = [{"prompt": [{"role": "user", "content": "go"}], "last": last} for last in (1, 2, 4)]

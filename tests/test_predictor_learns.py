@@ -8,6 +8,8 @@ from datasets import Dataset
 from toys import few_words, make_trainer
 
 from trace_trl import StepResult
+from trace_trl.engine import RootPlan
+from trace_trl.tree import RolloutTree
 
 
 QUESTIONS = ("the lazy dog", "what is red", "left or right", "is the quick fox green", "1 2 3")
@@ -72,16 +74,22 @@ def train(output_dir, steps, **kwargs):
     return trainer
 
 
-def errors(trainer, count=128):
-    """Mean squared distances of value and exact chance at fresh roots and prefixes: the Brier score's excess over the
-    irreducible one, since E[(v - outcome)^2] = E[(v - p)^2] + E[p (1 - p)]."""
-    trees = []
+def fresh_trees(trainer, count=96):
+    """Rollouts from rows that were not trained on, with the values of all their anchors."""
     trainer.model.train()
-    fresh = rows(count, seed=3)
-    size = trainer._pool_size
-    for start in range(0, count, size):
-        grown, _ = trainer._roll_out_training(fresh[start : start + size])
-        trees += grown
+    candidates, episodes = trainer._candidates(rows(count, seed=3))
+    plans = [
+        RootPlan(RolloutTree.from_prompt(c.prompt, c.prompt_ids, c.example, index=index), episode, bare=1)
+        for index, (c, episode) in enumerate(zip(candidates, episodes, strict=True))
+    ]
+    trainer._engine.run(plans)
+    trainer.values.predict_prefixes([leaf for plan in plans for leaf in plan.tree.leaves()])
+    return [plan.tree for plan in plans]
+
+
+def excess(trees):
+    """Mean squared distance of value and exact chance, at roots and at prefixes: the Brier score's excess over the
+    irreducible one, since E[(v - outcome)^2] = E[(v - p)^2] + E[p (1 - p)]."""
     roots = [(tree.root.value, chance(tree.example["level"])) for tree in trees]
     prefixes = [
         (turn.value, chance(int(turn.messages[-1]["content"].split()[-1])))
@@ -89,4 +97,5 @@ def errors(trainer, count=128):
         for turn in tree.turns()
         if turn.leaf is None
     ]
+    assert len(roots) == len(prefixes) == len(trees)
     return [sum((v - p) ** 2 for v, p in pairs) / len(pairs) for pairs in (roots, prefixes)]

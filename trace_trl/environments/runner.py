@@ -112,7 +112,7 @@ class _Call:
         try:
             result = self.function()  # type: ignore[misc]
         # A call that exits its thread (SystemExit) is a fault of that environment like any other
-        except BaseException as error:  # noqa: B036
+        except BaseException as error:
             result = error
         _working.call = None
         self.end(result)
@@ -121,7 +121,7 @@ class _Call:
         """Runs a coroutine function, on the event loop."""
         try:
             result = await self.function()  # type: ignore[misc]
-        except BaseException as error:  # noqa: B036
+        except BaseException as error:
             result = error
         self.end(result)
 
