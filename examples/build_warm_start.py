@@ -208,7 +208,7 @@ def demonstrate(row: dict[str, Any], environment: SearchEnvironment, rng: random
                 titles.reverse()
         holding = [title for title in titles if find_answer(pages[title], answer)]
         direct = [title for title in holding if demo.query_for(title, question, question, rng)]
-        if direct and rng.random() < 0.5:
+        if direct and rng.random() < 0.35:
             titles = direct[:1]
     for title in titles:
         known = " ".join([question, *demo.observations])

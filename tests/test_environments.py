@@ -35,6 +35,7 @@ from toys import (
 )
 from trace_trl import StepResult
 from trace_trl.engine import Limits, RootPlan
+from trace_trl.environments import tools as tools_module
 from trace_trl.environments.base import Action, UnsupportedError
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.environments.none import SingleTurnEnvironment
@@ -119,6 +120,7 @@ FORMS = {
     "async partial": functools.partial(async_with_prefix, "prefix"),
     "async callable object": AsyncStepper(),
     "async bound method": AsyncStepper().step,
+    "async partial of an object": functools.partial(AsyncStepper()),
     "plain function that returns a coroutine": lambda s, a, m: async_count_step(s, a, m),
 }
 
@@ -851,10 +853,11 @@ def test_case_25_tool_that_hangs_or_exits(hanging):
     hang = hanging.tool()
     tools = [hang, echo, exiting]
     turn = call("echo", text="one") + "\n" + call("hang")
-    said, stats, _ = roll_out_tools(tools, [turn, call("exiting"), call("echo", text="two")], timeout=0.3)
+    leaving = call("echo", text="kept") + "\n" + call("exiting")
+    said, stats, _ = roll_out_tools(tools, [turn, leaving, call("echo", text="two")], timeout=0.3)
     error = "{'error': 'The environment gave no answer within 0.3 seconds.'}"
     assert said[1:3] == [error, error]
-    assert said[4] == "{'error': '1'}" and said[6] == "two"
+    assert said[4:6] == ["kept", "{'error': '1'}"] and said[7] == "two"
     assert stats.environment_failures == 3
 
 
@@ -978,6 +981,25 @@ def test_case_27_environments_are_closed_once():
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.forks + cls.instances))
     environment.close()
     assert len(cls.closed) == len(cls.forks) + 2
+
+
+def test_case_27_instances_are_closed_although_one_hangs_or_fails(hanging, monkeypatch, caplog):
+    class Closing(CounterEnvironment):
+        def close(self):
+            if self is self.instances[0]:
+                hanging()
+            if self is self.instances[1]:
+                raise OSError("already closed")
+            super().close()
+
+    monkeypatch.setattr(tools_module, "CLOSING_TIMEOUT", 0.2)
+    cls = Closing.fresh()
+    environment = factory_environment(cls)
+    for episode in [environment.reset({}, "go") for _ in range(5)]:
+        episode.close()
+    environment.close()
+    assert same(cls.closed, cls.instances) == [2, 3, 4]
+    assert [record.getMessage() for record in caplog.records] == ["Closing Closing raised OSError."]
 
 
 def test_case_27_states_of_callbacks_are_closed_once():

@@ -4,6 +4,10 @@ import asyncio
 import copy
 import functools
 import json
+import re
+import sys
+import types
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -219,6 +223,10 @@ def test_case_24_rows_reach_every_reset_and_reward_unchanged(tmp_path, way):
             check({"prompt": prompt, "facts": fact})
             spoil(fact)
             spoil(prompt)
+        for completion in completions:
+            # Continuations share turns with what was scored before them
+            said = [message.get("tool_calls") or message["content"] for message in completion]
+            assert all(said) and len(said) == 5
         rewards = [float(len(json.dumps(completion)) % 2) for completion in completions]
         spoil(completions)
         return rewards
@@ -417,3 +425,47 @@ def test_env_step_adds_to_reward_functions(tmp_path):
     trainer.train()
     assert logged(trainer, "rewards/env_step/mean") == [2.0, 2.0]
     assert logged(trainer, "reward") == pytest.approx([3.5, 3.5])
+
+
+def code_blocks():
+    page = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_code_of_the_environments_page_runs(tmp_path, monkeypatch):
+    """The script of the page trains; its policy is a tiny model, and the run is short."""
+    folder = tmp_path / "model"
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    first, stops, state = code_blocks()
+    script = first.replace("Qwen/Qwen3-0.6B", str(folder)).replace("TRACEConfig(", "short(")
+    given = {}
+
+    def short(**kwargs):
+        given.update(kwargs)
+        quick = {"max_completion_length": 64, "max_steps": 1}
+        return make_config(tmp_path, **({key: kwargs[key] for key in kwargs if key != "output_dir"} | quick))
+
+    names = {"__name__": "page", "short": short}
+    # Dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "page", types.ModuleType("page"))
+    exec(compile(script, "environments.md", "exec"), names)
+    trainer = names["trainer"]
+    assert trainer.state.global_step == 1 and given["max_turns"] == 6
+    assert len(logged(trainer, "rewards/env_step/mean")) == 1
+    # The game itself
+    game = names["env_reset"]({"number": 7})
+    step = names["env_step"]
+    assert [step(game, said, []).observation for said in ("hm", "is it 3?", "9")] == [
+        "Say a number from 1 to 20.",
+        "Higher.",
+        "Lower.",
+    ]
+    won = step(game, "7", [])
+    assert (won.done, won.reward, won.info) == (True, 1.0, {"guesses": 3})
+    exec(stops, names | {"TRACEConfig": short})
+    assert given["turn_stop_strings"]
+    exec(compile(state, "environments.md", "exec"), names)
+    original = names["State"]({"a": 1}, ["b"])
+    copied = original.fork()
+    assert copied == original and copied.table is original.table and copied.seen is not original.seen

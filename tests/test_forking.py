@@ -336,6 +336,27 @@ def test_replay_repeats_errors_the_policy_has_read(error):
         assert restored.environment["failed"]
 
 
+def test_replay_gives_tools_the_arguments_that_were_sampled():
+    class Takes:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def reset(self, **row):
+            self.taken = []
+
+        def take(self, things):
+            """Takes all there is."""
+            while things:
+                self.taken.append(things.pop())
+            return str(self.taken)
+
+    environment = ToolEnvironment([], factories={None: Takes})
+    episode = environment.reset({}, "go")
+    history = [(action, episode.step(action)) for action in [act_calling("take", things=["a", "b"])]]
+    restored = take_snapshot(episode, lambda: environment.reset({}, "go"), history).restore()
+    assert restored.environment.taken == ["b", "a"]
+
+
 def test_replay_of_async_episodes_in_many_workers():
     async def env_step(state, action, messages):
         state["steps"] = state.get("steps", 0) + 1

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from datasets import Dataset
-from toys import few_words, make_trainer
+from toys import few_words, make_tokenizer, make_trainer, usual
 
 from trace_trl import StepResult
 from trace_trl.engine import RootPlan
@@ -47,6 +47,13 @@ def rows(count, seed):
     return [{"prompt": f"{draw.choice(QUESTIONS)} level {level}", "level": level} for level in levels]
 
 
+def babble(seed):
+    """Turns of one to three random words."""
+    draw, tokenizer = random.Random(seed), make_tokenizer()
+    words = usual(tokenizer, " red green yes no")
+    return lambda request: [*draw.choices(words, k=draw.randint(1, 3)), tokenizer.eos_token_id]
+
+
 def train(output_dir, steps, **kwargs):
     lottery = Lottery(seed=1)
     defaults = {
@@ -55,7 +62,6 @@ def train(output_dir, steps, **kwargs):
         "continuations_per_root": 2,
         "num_generations": 6,
         "per_device_train_batch_size": 48,
-        "generation_kwargs": few_words("yes no"),
         "max_completion_length": 64,
         "max_steps": steps,
         "env_max_workers": 1,  # the lottery's numbers are drawn in one order

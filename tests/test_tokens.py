@@ -240,6 +240,30 @@ def test_case_04_a_template_that_cannot_carry_an_answer_stops_the_run_at_constru
     make_trainer(tmp_path, tokenizer=tokenizer, **PLAIN)  # a single turn needs no answer
 
 
+def test_a_turn_that_a_stop_string_ended_is_closed_by_the_answer():
+    # A policy that ends its first turn by the stop string, and its second by itself
+    stop = usual(TOKENIZER, "Observation:")
+    said = usual(TOKENIZER, "red fox\n") + stop
+    generate = ScriptedGenerator([said, turn("left"), turn("finish")], [END], stop_ids=stop)
+    tree = play(generate, until("finish"))
+    answer = answered("the lazy dog")
+    expected = said + [END] + answer + turn("left") + answer + turn("finish")
+    rows = build_rows([tree])
+    assert rows.completion_ids == [expected]
+    # The end token that closes it was not sampled, and is not trained
+    first = [1] * len(said) + [0] * len([END] + answer)
+    assert rows.loss_mask[0][: len(first)] == first
+
+
+def test_a_turn_that_nothing_answers_goes_on_where_a_stop_string_ended_it():
+    stop = usual(TOKENIZER, "fox")
+    generate = ScriptedGenerator([usual(TOKENIZER, "red") + stop, turn("finish")], [END], stop_ids=stop)
+    tree = play(generate, until("finish", observation=None))
+    assert build_rows([tree]).completion_ids == [usual(TOKENIZER, "red") + stop + turn("finish")]
+    (leaf,) = tree.leaves()
+    assert [node.observation_ids for node in leaf.path()] == [[], []]
+
+
 # 5
 
 

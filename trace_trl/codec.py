@@ -29,7 +29,7 @@ from .environments.base import Reply
 
 
 _MARK = "TRACE-MARK-7391"  # plain letters: some templates escape others in JSON
-_HEADER_TOKENS = 24  # the header of an assistant turn is looked for among so many last tokens of a history first
+_HEADER_TOKENS = (8, 64)  # the header of an assistant turn is looked for among so many last tokens of a history first
 _MOST_KNOWN_TOKENS = 2**20  # of answers encoded before
 
 
@@ -160,20 +160,25 @@ class Codec:
         texts = self._decode(ids, skip_special_tokens=True)
         if not self.conversational or self._response_template is None:
             return [Turned(text, {"role": "assistant", "content": text}) for text in texts]
-        anchor = self._response_template.start_anchor_re
         raws = self._decode(ids)
-        headers = self._decode([history[-_HEADER_TOKENS:] for _, history, _ in turns])
         decoded = []
-        for (sampled, history, tools), text, raw, header in zip(turns, texts, raws, headers, strict=True):
+        for (sampled, history, tools), text, raw in zip(turns, texts, raws, strict=True):
             if not sampled:
                 decoded.append(Turned(text, {"role": "assistant", "content": text}))
                 continue
-            # What stands before the header is of no account to the parser, and takes long to decode
-            prefix = header if anchor.search(header) else self._decode([history])[0]
             turn: Any = _DecodedTurn(self.tokenizer, self._response_template, raw, text)
-            message = parse_response(turn, sampled, prefix=prefix, tools=self._schemas_of(tools))
+            message = parse_response(turn, sampled, prefix=self._header(history), tools=self._schemas_of(tools))
             decoded.append(Turned(text, message, turn.fell_back))
         return decoded
+
+    def _header(self, history: list[int]) -> str:
+        """The end of a history, from the header of the turn that follows it on or from before that: what stands before
+        the header is of no account to the parser, and takes long to decode."""
+        for count in _HEADER_TOKENS:
+            (text,) = self._decode([history[-count:]])
+            if self._response_template.start_anchor_re.search(text) is not None:  # type: ignore[union-attr]
+                return text
+        return self._decode([history])[0]
 
     def _decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
         # What `batch_decode` comes to, which first looks at every id: that takes longer than decoding them

@@ -97,8 +97,9 @@ class TRACEConfig(GRPOConfig):
             Strings that end a turn, besides the end-of-turn token. They stay part of the turn.
         env_timeout (`float`, *optional*, defaults to `60.0`):
             Seconds after which a tool call or environment step is given up: the policy reads an error instead.
-        env_max_workers (`int`, *optional*, defaults to `64`):
-            Threads that step synchronous environments.
+        env_max_workers (`int`, *optional*, defaults to `1024`):
+            Most calls of synchronous environments at once, each in a thread. Threads are started as calls are seen to
+            wait for something.
 
         > Parameters that control logging
 
@@ -213,8 +214,8 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Seconds after which a tool call or environment step is given up."},
     )
     env_max_workers: int = field(
-        default=64,
-        metadata={"help": "Threads that step synchronous environments."},
+        default=1024,
+        metadata={"help": "Most calls of synchronous environments at once, each in a thread."},
     )
 
     # Parameters that control logging

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,11 +42,12 @@ class SuccessPredictor(nn.Module):
         self.input_size = input_size
         self.hidden_size = hidden_size
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            # Not `torch.manual_seed`, which would reseed accelerators as well
+            torch.default_generator.manual_seed(seed)
             # Scales of hidden states differ by orders of magnitude between models
-            self.norm = nn.LayerNorm(input_size)
-            self.hidden = nn.Linear(input_size, hidden_size) if hidden_size else nn.Identity()
-            self.output = nn.Linear(hidden_size or input_size, 1)
+            self.norm = nn.LayerNorm(input_size, device="cpu")
+            self.hidden = nn.Linear(input_size, hidden_size, device="cpu") if hidden_size else nn.Identity()
+            self.output = nn.Linear(hidden_size or input_size, 1, device="cpu")
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
@@ -246,7 +247,7 @@ class HiddenStates:
         )
 
     @contextmanager
-    def _evaluation(self):
+    def _evaluation(self) -> Iterator[None]:
         # Dropout would draw from the random state that sampling depends on, and blur the values
         training = self.model.training
         self.model.eval()
@@ -257,7 +258,7 @@ class HiddenStates:
 
 
 @contextmanager
-def _last_hidden_state(model: nn.Module):
+def _last_hidden_state(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     """A list that holds the decoder's output, of shape `(rows, tokens, hidden)`, after each forward pass."""
     outputs: list[torch.Tensor] = []
     handle = decoder_of(model).register_forward_hook(lambda module, args, output: outputs.append(output[0]))

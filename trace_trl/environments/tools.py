@@ -6,16 +6,19 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .base import Action, Environment, Episode, Reply, close_object, copy_plain, describe
 from .callback import are_blocks, as_text, check_no_images
 from .forking import copy_state
-from .runner import EnvironmentTimeout, GetLoop, contained, settle
+from .runner import ConcurrentRunner, EnvironmentTimeout, GetLoop, contained, settle
 
 
 # Methods of an environment that are not tools; TRL itself knows the first two
 RESERVED_METHODS = ("reset", "get_reward", "close", "fork")
+
+CLOSING_TIMEOUT = 60.0  # seconds for what is closed at the end of training
 
 # Stands for the prompt of a row that has none: the environment's reset observation is appended to it, as in TRL
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
@@ -109,8 +112,10 @@ class ToolEnvironment(Environment):
         with self._lock:
             instances = [instance for idle in self._idle.values() for instance in idle]
             self._idle.clear()
-        for instance in instances:
-            close_object(instance, self.loop, self)
+        # One that hangs keeps neither the others open nor the run from ending
+        runner = ConcurrentRunner()
+        runner.run([partial(close_object, instance, self.loop, self) for instance in instances], CLOSING_TIMEOUT)
+        runner.close()
 
 
 class ToolEpisode(Episode):
