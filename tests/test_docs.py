@@ -4,8 +4,9 @@ import dataclasses
 import re
 from pathlib import Path
 
-from trace_trl import TRACEConfig
 from trl import GRPOConfig
+
+from trace_trl import TRACEConfig
 
 
 ROOT = Path(__file__).parent.parent

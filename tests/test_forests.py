@@ -113,10 +113,12 @@ class Echo:
         self.longest = longest
         self.news = itertools.count(10_000)
         self.calls = []
+        self.contexts = []  # the lists themselves that were given
         self.given = []  # every list that went in or out
 
     def __call__(self, requests):
         self.calls.append([(list(request.context), request.max_new_tokens) for request in requests])
+        self.contexts.append([request.context for request in requests])
         samples = []
         for request in requests:
             new = next(self.news)
@@ -225,6 +227,7 @@ def test_invariants_of_every_forest(prompts, world, limits, allocation, seed):
         assert before in asked
     histories = [turn.parent.history_ids() for turn in turns]
     assert sorted(histories) == sorted(asked)  # as often as it was sampled from
+    assert all(len({id(context) for context in call}) == len(call) for call in forest.echo.contexts)
 
     # Budgets: what is asked for is what is left, never nothing, and never more comes back
     prompt_lengths = {tree.prompt_ids[0]: len(tree.prompt_ids) for tree in trees}

@@ -25,9 +25,9 @@ CHECKPOINTING = {"gradient_checkpointing": True}
 
 
 def env_step(state, action, messages):
-    """Two or three turns, as the prompt's row says, with answers of different lengths."""
+    """Three or four turns, as the prompt's row says, with answers of different lengths."""
     state["turn"] = state.get("turn", 0) + 1
-    done = state["turn"] > state["number"] % 2 + 1
+    done = state["turn"] > state["number"] % 2 + 2
     return StepResult(
         observation=None if done else " yes" * (len(action) % 5 + 1),
         done=done,
@@ -113,7 +113,7 @@ def test_case_20_the_last_token_before_the_turn(tmp_path, kwargs, chat):
         trainer.model.train()
         trainer._roll_out_training([dict(row) for row in rows(chat)[: trainer._pool_size]])
     anchors = [(tree, anchor) for tree in trees for anchor in tree.anchors()]
-    assert {anchor.depth for _, anchor in anchors} == {0, 1, 2}
+    assert {anchor.depth for _, anchor in anchors} >= {0, 1, 2}
     assert len({len(tree.prompt_ids) for tree in trees}) > 1
     for _, anchor in anchors:
         position = round(1000 * anchor.value)
@@ -462,6 +462,6 @@ def test_logged_scores_are_of_values_given_before_the_outcomes(tmp_path):
         assert entry["predictor/auroc"] == pytest.approx(auroc(values, outcomes))
         roots = [(value, outcome) for depth, value, outcome in pairs if depth == 0]
         assert entry["predictor/brier_depth_0"] == pytest.approx(brier_score(*zip(*roots, strict=True)))
-        assert set(depths) == {0, 1, 2}
+        assert set(depths) >= {0, 1, 2}
     # Untrained in the first generation, and not in the third
     assert steps[0]["predictor/brier"] == 0.25 != steps[2]["predictor/brier"]

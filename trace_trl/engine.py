@@ -108,6 +108,7 @@ class _Branch:
     node: Turn  # the last turn played; the next one is sampled behind it
     episode: Episode
     leaf: Leaf
+    context: list[int]  # `node.history_ids()`, kept by this branch alone: gathering it in every round takes long
     history: list[tuple[Action, Reply]] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)  # last numbers of the environment
 
@@ -293,7 +294,7 @@ class _Run:
         leaf = Leaf(kind=kind, rollout=plan.started)
         plan.started += 1
         self.open.add(episode)
-        self.live.append(_Branch(plan, node, episode, leaf))
+        self.live.append(_Branch(plan, node, episode, leaf, node.history_ids()))
 
     def _root_episodes(self, counts: Sequence[tuple[RootPlan, int]]) -> dict[RootPlan, list[Episode]]:
         """Further episodes in the state `reset` leaves, per plan."""
@@ -351,6 +352,7 @@ class _Run:
                 text=turn.text,
                 messages=[turn.message] if sample.token_ids else [],
             )
+            branch.context += sample.token_ids
             if sample.finish == "length":
                 # Cut off: nothing is run from a fragment
                 branch.leaf.environment_reward = None
@@ -369,7 +371,7 @@ class _Run:
         for branch in self.live:
             left = self.limits.left(branch.plan.tree, branch.node)
             limit = left if self.limits.turn is None else min(left, self.limits.turn)
-            requests.append(Request(branch.node.history_ids(), limit))
+            requests.append(Request(branch.context, limit))
         return requests
 
     def _generate(self, requests: list[Request]) -> list[Sample]:
@@ -455,6 +457,7 @@ class _Run:
             return
         node.observation_ids = ids
         node.history_length += len(ids)
+        branch.context += ids
         node.messages += reply.messages or ([{"role": "user", "content": reply.text}] if reply.text else [])
         branch.history = [*branch.history, (action, reply)]
         if self.limits.left(tree, node) < 1:

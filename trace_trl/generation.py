@@ -23,7 +23,8 @@ from trl.trainer.utils import pad
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One live branch: `context` are the ids of its history, `max_new_tokens` (> 0) what its next turn may use."""
+    """One live branch: `context` are the ids of its history, not to be changed, as the branch will go on with them;
+    `max_new_tokens` (> 0) is what its next turn may use."""
 
     context: list[int]
     max_new_tokens: int
@@ -150,7 +151,7 @@ class TransformersGenerator:
             model.train(training)
         errors = [output.error for output in outputs.values() if output.error is not None]
         if errors:
-            raise RuntimeError(f"Continuous batching failed for {len(errors)} of {len(contexts)} branches: {errors[0]}")
+            raise RuntimeError(f"Continuous batching failed for {len(errors)} of {len(outputs)} branches: {errors[0]}")
         return [self._cut(list(output.generated_tokens)) for output in outputs.values()]
 
     def _decode(self, ids: list[int]) -> str:
