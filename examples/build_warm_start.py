@@ -208,7 +208,7 @@ def demonstrate(row: dict[str, Any], environment: SearchEnvironment, rng: random
                 titles.reverse()
         holding = [title for title in titles if find_answer(pages[title], answer)]
         direct = [title for title in holding if demo.query_for(title, question, question, rng)]
-        if direct and rng.random() < 0.35:
+        if direct and rng.random() < 0.5:
             titles = direct[:1]
     for title in titles:
         known = " ".join([question, *demo.observations])
@@ -251,7 +251,7 @@ def paragraph_demonstrations(
 
 
 def build_demonstrations(
-    rows: Sequence[dict[str, Any]], copies: int = 3, paragraph_questions: int = 400, seed: int = 0
+    rows: Sequence[dict[str, Any]], copies: int = 2, paragraph_questions: int = 100, seed: int = 0
 ) -> list[Messages]:
     """
     All demonstrations.
@@ -259,9 +259,9 @@ def build_demonstrations(
     Args:
         rows (`list[dict]`):
             HotpotQA rows.
-        copies (`int`, *optional*, defaults to `3`):
+        copies (`int`, *optional*, defaults to `2`):
             Episodes per row; they differ in their queries and in the number of searches.
-        paragraph_questions (`int`, *optional*, defaults to `400`):
+        paragraph_questions (`int`, *optional*, defaults to `100`):
             Most episodes about single paragraphs.
         seed (`int`, *optional*, defaults to `0`):
             Seed of all choices.
@@ -475,8 +475,8 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="Base model.")
     parser.add_argument("--output_dir", default=str(WARM_START), help="Folder of the adapter.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--copies", type=int, default=3, help="Demonstrations per row.")
-    parser.add_argument("--paragraph_questions", type=int, default=400, help="Demonstrations of single paragraphs.")
+    parser.add_argument("--copies", type=int, default=2, help="Demonstrations per row.")
+    parser.add_argument("--paragraph_questions", type=int, default=100, help="Demonstrations of single paragraphs.")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--target_modules", default="q_proj,k_proj,v_proj,o_proj")
     parser.add_argument("--batch_size", type=int, default=4)

@@ -51,7 +51,7 @@ from hotpotqa import (
 )
 from peft import PeftModel
 from smollm2 import MODEL_ID, resolve_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from trace_trl import TRACEConfig, TRACETrainer
@@ -245,6 +245,9 @@ def main(script_args: HotpotQAScriptArguments, training_args: TRACEConfig, model
         env_reset=env_reset,
         env_step=env_step,
     )
+    # One line per step tells what a person follows; the full logs are in `trainer_state.json` and `--report_to`
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
     metrics = [evaluate.load(str(EXAMPLES / "metrics" / name)) for name in ("hotpotqa_em", "hotpotqa_f1")]
 
     before = evaluate_policy(trainer, reward, metrics)

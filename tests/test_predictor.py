@@ -105,17 +105,21 @@ def number_positions(model):
     "kwargs", [{}, LORA, CHECKPOINTING, LORA | CHECKPOINTING], ids=["plain", "lora", "checkpointing", "both"]
 )
 def test_case_20_the_last_token_before_the_turn(tmp_path, kwargs, chat):
-    trainer = predicting_trainer(tmp_path, chat, max_steps=1, **kwargs)
+    trainer = predicting_trainer(tmp_path, chat, max_rollouts_per_root=2, **kwargs)
     trainer.values.predictor_trainer.predictor = PositionHead()
     trees = watched(trainer)
     with torch.no_grad():
         number_positions(trainer.model)
         trainer.model.train()
         trainer._roll_out_training([dict(row) for row in rows(chat)[: trainer._pool_size]])
-    anchors = [(tree, anchor) for tree in trees for anchor in tree.anchors()]
-    assert {anchor.depth for _, anchor in anchors} >= {0, 1, 2}
+        candidates, _ = trainer._candidates([dict(row) for row in rows(chat)])
+        trainer.values.predict_roots(candidates)
+    lengths = [len(candidate.prompt_ids) for candidate in candidates]
+    assert [round(1000 * candidate.value) for candidate in candidates] == [length - 1 for length in lengths]
     assert len({len(tree.prompt_ids) for tree in trees}) > 1
-    for _, anchor in anchors:
+    anchors = [anchor for tree in trees for anchor in tree.anchors()]
+    assert {anchor.depth for anchor in anchors} >= {0, 1, 2}
+    for anchor in anchors:
         position = round(1000 * anchor.value)
         history = anchor.history_ids()
         assert position == len(history) - 1
@@ -263,8 +267,8 @@ def test_the_policy_trains_alike_with_and_without_a_predictor(tmp_path, kwargs):
             prefix_allocation="random",
             train_predictor=train_predictor,
             generation_kwargs=few_words(),
-            max_completion_length=30,
-            max_steps=3,
+            max_completion_length=20,
+            max_steps=2,
             model=make_model(attention_dropout=0.1),
             **kwargs,
         )
