@@ -809,7 +809,7 @@ def test_case_25_hung_steps_hold_up_nothing(hanging):
     environment = CallbackEnvironment(env_step, lambda example: State(example["number"]))
     started = time.monotonic()
     trees, stats, _ = roll_out(
-        environment, lambda history: "red", rows_of(*range(60)), bare=2, continuations=4, timeout=0.5
+        environment, lambda history: "red", rows_of(*range(60)), bare=2, continuations=4, timeout=0.8
     )
     assert time.monotonic() - started < 10  # 60 calls hang; one after the other it would be 30 s
     for number, tree in enumerate(trees):
@@ -817,7 +817,7 @@ def test_case_25_hung_steps_hold_up_nothing(hanging):
         assert len(leaves) == 6
         bare = [texts(leaf)[1::2] for leaf in leaves if leaf.leaf.kind == "bare"]
         if number % 2:
-            error = "Error: The environment gave no answer within 0.5 seconds."
+            error = "Error: The environment gave no answer within 0.8 seconds."
             assert bare == [[error, f"answer 2 of {number}"]] * 2
             # Its state is unknown from then on, so there is no prefix to continue from
             assert [leaf.leaf.kind for leaf in leaves[2:]] == ["extra"] * 4
@@ -843,7 +843,7 @@ def test_case_25_hung_coroutine_step():
         return StepResult(f"answer {state['steps']}", done=state["steps"] == 3)
 
     environment = CallbackEnvironment(env_step, loop=loop)
-    trees, stats, _ = roll_out(environment, lambda history: "red", rows_of(0, 1), bare=2, continuations=2, timeout=0.3)
+    trees, stats, _ = roll_out(environment, lambda history: "red", rows_of(0, 1), bare=2, continuations=2, timeout=0.6)
     assert [leaf.leaf.kind for leaf in trees[0].leaves()] == ["bare"] * 2 + ["continuation"] * 2
     assert [leaf.leaf.kind for leaf in trees[1].leaves()] == ["bare"] * 2 + ["extra"] * 2
     assert stats.environment_failures == 4
@@ -854,8 +854,8 @@ def test_case_25_tool_that_hangs_or_exits(hanging):
     tools = [hang, echo, exiting]
     turn = call("echo", text="one") + "\n" + call("hang")
     leaving = call("echo", text="kept") + "\n" + call("exiting")
-    said, stats, _ = roll_out_tools(tools, [turn, leaving, call("echo", text="two")], timeout=0.3)
-    error = "{'error': 'The environment gave no answer within 0.3 seconds.'}"
+    said, stats, _ = roll_out_tools(tools, [turn, leaving, call("echo", text="two")], timeout=0.6)
+    error = "{'error': 'The environment gave no answer within 0.6 seconds.'}"
     assert said[1:3] == [error, error]
     assert said[4:6] == ["kept", "{'error': '1'}"] and said[7] == "two"
     assert stats.environment_failures == 3
@@ -873,7 +873,7 @@ def test_case_25_instance_in_use_by_a_hung_call_is_not_used_again(hanging):
     def say(history):
         return call("hang") if turn_of(history) == 1 else "done"
 
-    roll_out_environment(environment, say, rows_of(1), bare=2, timeout=0.3)
+    roll_out_environment(environment, say, rows_of(1), bare=2, timeout=0.6)
     assert environment._idle == {None: []} and not same(cls.closed, cls.instances)
     trees, _, _ = roll_out_environment(environment, lambda history: "done", rows_of(1), bare=2)
     assert len(cls.instances) == 4 and len(environment._idle[None]) == 2
@@ -898,7 +898,7 @@ def test_case_25_close_that_hangs_or_fails_ends_nothing(hanging, caplog):
             if self.number == 1:
                 raise OSError("already closed")
 
-    trees, _, _ = roll_out(CallbackEnvironment(env_step, State), lambda h: "red", rows_of(0, 1, 2), timeout=0.3)
+    trees, _, _ = roll_out(CallbackEnvironment(env_step, State), lambda h: "red", rows_of(0, 1, 2), timeout=0.6)
     assert [leaf.leaf.reward for tree in trees for leaf in tree.leaves()] == [1.0] * 6
     messages = [record.getMessage() for record in caplog.records]
     # One warning of either

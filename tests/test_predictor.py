@@ -267,8 +267,8 @@ def test_the_policy_trains_alike_with_and_without_a_predictor(tmp_path, kwargs):
             prefix_allocation="random",
             train_predictor=train_predictor,
             generation_kwargs=few_words(),
-            max_completion_length=20,
-            max_steps=2,
+            max_completion_length=60,
+            max_steps=3,
             model=make_model(attention_dropout=0.1),
             **kwargs,
         )

@@ -2,8 +2,8 @@
 The contract between the rollout engine and anything that answers the policy.
 
 An environment hands out *episodes*, one per live branch. The engine calls `reset` once per candidate prompt and `step`
-once per turn of a live branch, many branches at a time. An episode's state belongs to one branch: at a branching it is
-    forked, never shared.
+once per turn of a live branch, many branches at a time. An episode's state belongs to one branch: at a branching it
+is forked, never shared.
 
     env.reset(example)            -> Episode        the prompt may change: `episode.prompt`
     episode.step(turn)            -> Reply          what the policy reads next, and whether the episode is over
