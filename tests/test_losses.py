@@ -470,7 +470,7 @@ def test_case_15_without_the_option_truncated_rows_are_trained(tmp_path):
 
 def test_case_15_what_counts_as_truncated(tmp_path):
     """A limit on turns cuts an episode whose last token is an end token; the environment ends one without any."""
-    script = {"go": ["xx1", "end 1~", "end 0", "end 1|"], f"goxx1{OBSERVATION}": ["xx2"]}
+    script = {"go": ["xx1", "end 1~", "end 0", "end 1|"], f"goxx1{OBSERVATION}": ["xx5"]}
     scripted = truncated(tmp_path, script, [("go", 4, 0)], max_turns=2)
     batch = scripted.batch()
     assert [leaf.leaf.truncated for leaf in scripted.trees[0].leaves()] == [True, False, False, True]

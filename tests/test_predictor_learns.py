@@ -2,11 +2,10 @@
 
 import random
 
-import pytest
 import torch
 from datasets import Dataset
-from toys import few_words, make_tokenizer, make_trainer, usual
 
+from toys import few_words, make_model, make_trainer
 from trace_trl import StepResult
 from trace_trl.engine import RootPlan
 from trace_trl.tree import RolloutTree
@@ -47,23 +46,18 @@ def rows(count, seed):
     return [{"prompt": f"{draw.choice(QUESTIONS)} level {level}", "level": level} for level in levels]
 
 
-def babble(seed):
-    """Turns of one to three random words."""
-    draw, tokenizer = random.Random(seed), make_tokenizer()
-    words = usual(tokenizer, " red green yes no")
-    return lambda request: [*draw.choices(words, k=draw.randint(1, 3)), tokenizer.eos_token_id]
-
-
-def train(output_dir, steps, **kwargs):
+def train(output_dir, **kwargs):
+    """30 steps of 8 bare rollouts and 16 continuations."""
     lottery = Lottery(seed=1)
     defaults = {
         "root_allocation": "uniform",
         "prefix_allocation": "random",
         "continuations_per_root": 2,
         "num_generations": 6,
-        "per_device_train_batch_size": 48,
-        "max_completion_length": 64,
-        "max_steps": steps,
+        "per_device_train_batch_size": 24,
+        "max_completion_length": 96,
+        "max_steps": 30,
+        "generation_kwargs": few_words("yes no"),
         "env_max_workers": 1,  # the lottery's numbers are drawn in one order
         "train_predictor": True,
         "logging_steps": 10,
@@ -80,7 +74,7 @@ def train(output_dir, steps, **kwargs):
     return trainer
 
 
-def fresh_trees(trainer, count=96):
+def fresh_trees(trainer, count=128):
     """Rollouts from rows that were not trained on, with the values of all their anchors."""
     trainer.model.train()
     candidates, episodes = trainer._candidates(rows(count, seed=3))
@@ -93,9 +87,15 @@ def fresh_trees(trainer, count=96):
     return [plan.tree for plan in plans]
 
 
-def excess(trees):
-    """Mean squared distance of value and exact chance, at roots and at prefixes: the Brier score's excess over the
-    irreducible one, since E[(v - outcome)^2] = E[(v - p)^2] + E[p (1 - p)]."""
+def excess(pairs):
+    """Mean squared distance of value and exact chance: the Brier score's excess over the irreducible one, since
+    E[(v - outcome)^2] = E[(v - p)^2] + E[p (1 - p)]."""
+    return sum((value - exact) ** 2 for value, exact in pairs) / len(pairs)
+
+
+def test_the_predictor_learns_and_the_policy_does_not_notice(tmp_path):
+    trainer = train(tmp_path / "with")
+    trees = fresh_trees(trainer)
     roots = [(tree.root.value, chance(tree.example["level"])) for tree in trees]
     prefixes = [
         (turn.value, chance(int(turn.messages[-1]["content"].split()[-1])))
@@ -104,4 +104,13 @@ def excess(trees):
         if turn.leaf is None
     ]
     assert len(roots) == len(prefixes) == len(trees)
-    return [sum((v - p) ** 2 for v, p in pairs) / len(pairs) for pairs in (roots, prefixes)]
+    for pairs in (roots, prefixes):
+        assert {round(20 * exact) for _, exact in pairs} >= {1, 3, 5, 9, 11, 15, 17, 19}
+        assert excess([(0.5, exact) for _, exact in pairs]) > 0.08  # as far as an untrained one is
+        assert excess(pairs) < 0.03
+
+    other = train(tmp_path / "without", train_predictor=False)
+    assert other.predictor is None
+    weights, without = trainer.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in without.items())
+    assert not all(torch.equal(weights[name], weight) for name, weight in make_model().state_dict().items())
