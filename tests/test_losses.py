@@ -534,12 +534,14 @@ def test_case_17_one_function_without_an_answer(tmp_path, nothing):
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("nothing", [None, NAN], ids=["None", "nan"])
-def test_case_17_a_row_without_any_reward(tmp_path, nothing, scale, aggregation):
+def test_case_17_a_row_without_any_reward(tmp_path, caplog, nothing, scale, aggregation):
     first = unscored({"end 1": 1.0, "end 2": nothing, "end 3": 0.0, "end 4": 0.0})
     second = unscored({"end 1": None, "end 2": NAN, "end 3": None, "end 4": nothing})
     kwargs = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
     scripted = Scripted(tmp_path, FOUR, [("go", 4, 0)], env_step=silent_step, reward_funcs=[first, second], **kwargs)
     batch = scripted.batch()
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "trace_trl.rewards"]
+    assert "got no reward" in warning and "'end 2'" in warning and "'go'" in warning
     unscored_leaf = scripted.trees[0].leaves()[1].leaf
     assert unscored_leaf.success is None and unscored_leaf.outcome() is None
     assert scripted.trees[0].root.target == pytest.approx(1 / 3)  # neither a success nor a failure

@@ -30,7 +30,8 @@ class Recorder(transformers.TrainerCallback):
 
 def run(cls, output_dir, dataset, patch=None, template="qwen3", **kwargs):
     """Trains 5 steps. Returns the trainer, the inputs of every loss, the losses, and the gradients."""
-    trainer_kwargs = {key: kwargs.pop(key) for key in ("tools", "environment_factory") if key in kwargs}
+    names = ("tools", "environment_factory", "reward_processing_classes")
+    trainer_kwargs = {key: kwargs.pop(key) for key in names if key in kwargs}
     reward_funcs = list(kwargs.pop("reward_funcs", [length_reward]))  # TRL appends to it
     config_cls = GRPOConfig if cls is GRPOTrainer else TRACEConfig
     flat = {} if cls is GRPOTrainer else FLAT
@@ -117,6 +118,23 @@ def test_parity_without_tools(tmp_path, dataset, kwargs):
     lengths = {int(length) for inputs in reference[1] for length in inputs["completion_mask"].sum(dim=1)}
     assert len(lengths) > 3
     assert any(inputs["advantages"].abs().max() > 0.05 for inputs in reference[1])
+
+
+@pytest.mark.parametrize("dataset", [string_dataset, chat_dataset], ids=["string", "chat"])
+def test_parity_with_a_reward_model(tmp_path, dataset):
+    torch.manual_seed(5)
+    reward_model = transformers.Qwen3ForSequenceClassification(make_model(num_labels=1).config)
+    kwargs = {
+        "reward_funcs": [reward_model, length_reward],
+        "reward_processing_classes": [make_tokenizer(), None],
+        "reward_weights": [1.0, -0.5],
+        "generation_kwargs": few_words(),
+        "max_steps": 2,
+    }
+    reference = run(GRPOTrainer, tmp_path, dataset(), **kwargs)
+    assert_same_run(run(TRACETrainer, tmp_path, dataset(), **kwargs), reference)
+    spread = [v for k, v in logged(reference[0])[0].items() if k.startswith("rewards/") and k.endswith("/std")]
+    assert len(spread) == 2 and min(spread) > 1e-3
 
 
 # With tools and environments: both trainers are given the same turns

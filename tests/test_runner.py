@@ -375,6 +375,14 @@ def test_workers_without_calls_end(monkeypatch):
     assert runner.run([lambda: 1] * 50) == [1] * 50
 
 
+def test_workers_that_end_while_others_start(monkeypatch):
+    monkeypatch.setattr(runner_module, "IDLE", 0.0005)
+    runner = ConcurrentRunner()
+    for number in range(300):
+        assert runner.run([lambda: 1] * 20) == [1] * 20
+        time.sleep(0.0005 * (number % 3))
+
+
 def test_system_without_threads_to_give(monkeypatch):
     runner = ConcurrentRunner()
     start, started = threading.Thread.start, []

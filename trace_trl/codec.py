@@ -113,7 +113,7 @@ class Codec:
         self._special = _any_of(special.union(self._eos_texts))
         self._text_arguments = False
         self._seams: dict[str | None, _Seam] = {}
-        self._schemas: dict[int, tuple[list, list]] = {}
+        self._schemas: dict[tuple[int, ...], tuple[list, list]] = {}
         self._known: dict[Hashable, _Answer] = {}
         self._known_tokens = 0
 
@@ -188,10 +188,12 @@ class Codec:
         """JSON schemas of tools, which the parser would make again for every turn."""
         if not tools:
             return None
-        if id(tools) not in self._schemas:
+        key = tuple(map(id, tools))
+        if key not in self._schemas:
             schemas = [get_json_schema(tool) if isfunction(tool) or ismethod(tool) else tool for tool in tools]
-            self._schemas[id(tools)] = (tools, schemas)  # kept with the list: its id is taken as long as it lives
-        return self._schemas[id(tools)][1]
+            # With the tools themselves: as long as they live, nothing else has their ids
+            self._schemas[key] = (list(tools), schemas)
+        return self._schemas[key][1]
 
     # What the policy reads next
 

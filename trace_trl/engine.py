@@ -228,7 +228,13 @@ class TreeRolloutEngine:
 
     def close(self, owners: Sequence[Episode | Snapshot]) -> None:
         """Closes episodes and snapshots. Whatever that raises, and however long it takes, ends nothing."""
-        for result in self.runner.run([owner.close for owner in owners], self.timeout):
+        foreign = []
+        for owner in owners:
+            if owner.closing_may_block:
+                foreign.append(owner.close)
+            else:
+                owner.close()
+        for result in self.runner.run(foreign, self.timeout):
             if isinstance(result, BaseException):
                 self.environment.warn_once("close", f"Closing an environment failed: {describe(result)}", result)
 

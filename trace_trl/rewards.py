@@ -9,6 +9,7 @@ gathered.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from trl.trainer.utils import is_async_callable
 
 from .environments.base import copy_plain
 from .tree import RolloutTree, Turn
+
+
+logger = logging.getLogger(__name__)
 
 
 def step_reward(step_rewards: list[float | None], **kwargs: Any) -> list[float | None]:
@@ -38,6 +42,7 @@ class RewardScorer:
     def __init__(self, trainer: Any, success_threshold: float):
         self.trainer = trainer
         self.success_threshold = success_threshold
+        self._warned = False
 
     def __call__(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> None:
         """Fills `rewards`, `reward` and `success` of each leaf. A reward function sees all `leaves` in one call.
@@ -49,12 +54,25 @@ class RewardScorer:
         weights = self.trainer.reward_weights.to(rewards.device)
         totals = (rewards * weights.unsqueeze(0)).nansum(dim=1)
         # No function scored this leaf: it is neither a success nor a failure, and carries no signal
-        totals[torch.isnan(rewards).all(dim=1)] = torch.nan
+        unscored = torch.isnan(rewards).all(dim=1)
+        totals[unscored] = torch.nan
+        if unscored.any() and not self._warned:
+            self._warned = True
+            self._warn(*leaves[int(unscored.nonzero()[0])])
         for (_, turn), row, total in zip(leaves, rewards.tolist(), totals.tolist(), strict=True):
             leaf = turn.leaf
             assert leaf is not None
             leaf.rewards, leaf.reward = row, total
             leaf.success = None if math.isnan(total) else total >= self.success_threshold
+
+    @staticmethod
+    def _warn(tree: RolloutTree, turn: Turn) -> None:
+        assert turn.leaf is not None
+        logger.warning(
+            "A rollout got no reward from any reward function (or `env_step`), so it carries no signal: it ended by "
+            f"{turn.leaf.reason!r} after {turn.depth} turn(s), the last of which was {turn.text!r}, for the prompt "
+            f"{tree.prompt!r}. Make sure that each rollout gets at least one reward. Further ones are not reported."
+        )
 
     def _rewards(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> torch.Tensor:
         """Shape `(leaves, reward functions)`, `nan` where a function returned `None`."""

@@ -134,6 +134,11 @@ class Episode:
     def close(self) -> None:
         """Called once when the branch no longer needs its environment."""
 
+    @property
+    def closing_may_block(self) -> bool:
+        """Whether `close` runs code of the environment, which may hang or raise."""
+        return type(self).close is not Episode.close
+
     def lose(self, error: EnvironmentTimeout) -> None:
         """Notes that a call on this episode was given up, and may still be at work."""
         self._lost += (error,)
@@ -174,16 +179,17 @@ class Environment:
         """Called when training ends."""
 
 
+_IMMUTABLE = frozenset({str, int, float, bool, type(None)})
+
+
 def copy_plain(value: Any) -> Any:
     """A deep copy. Several times faster than `copy.deepcopy` on dictionaries, lists, strings and numbers."""
     kind = type(value)
-    if kind is str or kind is int or kind is float or kind is bool or value is None:
-        return value
     if kind is dict:
-        return {key: copy_plain(item) for key, item in value.items()}
+        return {key: item if type(item) in _IMMUTABLE else copy_plain(item) for key, item in value.items()}
     if kind is list:
-        return [copy_plain(item) for item in value]
-    return copy.deepcopy(value)
+        return [item if type(item) in _IMMUTABLE else copy_plain(item) for item in value]
+    return value if kind in _IMMUTABLE else copy.deepcopy(value)
 
 
 def describe(error: BaseException) -> str:

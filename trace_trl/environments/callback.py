@@ -87,6 +87,10 @@ class CallbackEpisode(Episode):
         state, self.environment = self.environment, None
         close_object(state, self.loop, self.owner)
 
+    @property
+    def closing_may_block(self) -> bool:
+        return self.is_tainted or hasattr(self.environment, "close")
+
     def on_error(self, action: Action, error: BaseException) -> Reply:
         kind = "timeout" if isinstance(error, EnvironmentTimeout) else "error"
         text = f"Error: {describe(error)}"

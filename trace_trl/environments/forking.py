@@ -67,6 +67,11 @@ class Snapshot:
     def close(self) -> None:
         """Frees what the snapshot holds."""
 
+    @property
+    def closing_may_block(self) -> bool:
+        """Whether `close` runs code of the environment, which may hang or raise."""
+        return False
+
 
 class CopySnapshot(Snapshot):
     def __init__(self, episode: Episode):
@@ -83,6 +88,10 @@ class CopySnapshot(Snapshot):
 
     def close(self) -> None:
         self._episode.close()
+
+    @property
+    def closing_may_block(self) -> bool:
+        return self._episode.closing_may_block
 
 
 class ReplaySnapshot(Snapshot):

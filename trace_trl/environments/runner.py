@@ -90,6 +90,8 @@ class _Batch:
 
 
 class _Call:
+    __slots__ = ("function", "batch", "result", "late", "started", "ended", "lost", "thread", "cancel", "callbacks")
+
     def __init__(self, function: Callable[[], Any], batch: _Batch):
         self.function: Callable[[], Any] | None = function
         self.batch = batch
@@ -100,7 +102,7 @@ class _Call:
         self.lost = False  # given up: answered with an error
         self.thread: threading.Thread | None = None
         self.cancel: Callable[[], Any] | None = None  # ends what it does, or waits for, on the event loop
-        self.callbacks: list[Callable[[Any], None]] = []
+        self.callbacks: list[Callable[[Any], None]] | None = None
 
     def work(self) -> None:
         """Runs a plain function, in a worker."""
@@ -133,7 +135,7 @@ class _Call:
             else:
                 self.result = result
                 self.batch.count()
-        for callback in self.callbacks:
+        for callback in self.callbacks or ():
             _quietly(callback, result)
 
     def give_up(self, error: BaseException) -> None:
@@ -159,7 +161,7 @@ class _Call:
     def when_returned(self, callback: Callable[[Any], None]) -> None:
         with self.batch.lock:
             if not self.ended:
-                self.callbacks.append(callback)
+                self.callbacks = [*(self.callbacks or ()), callback]
                 return
         _quietly(callback, self.late)
 
@@ -229,7 +231,9 @@ class ConcurrentRunner:
 
     def close(self) -> None:
         """Lets the workers go. The runner can be used again."""
-        for _ in list(self._workers):
+        with self._lock:
+            workers = len(self._workers)
+        for _ in range(workers):
             self._calls.put(None)
 
     def _wait(self, batch: _Batch, calls: list[_Call], plain: list[_Call], timeout: float | None) -> None:
@@ -255,7 +259,7 @@ class ConcurrentRunner:
         for call, error in calls:
             call.give_up(error)
             if call.lost and call.thread is not None:
-                self._workers.discard(call.thread)
+                self._forget(call.thread)
 
     # Workers
 
@@ -274,6 +278,10 @@ class ConcurrentRunner:
                     return
                 self._workers.add(thread)
 
+    def _forget(self, worker: threading.Thread) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+
     def _work(self) -> None:
         call = None
         try:
@@ -288,7 +296,7 @@ class ConcurrentRunner:
         except queue.Empty:
             return
         finally:
-            self._workers.discard(threading.current_thread())
+            self._forget(threading.current_thread())
             if call is not None and not call.ended:
                 call.end(RuntimeError("The thread of an environment call was ended from outside."))
 

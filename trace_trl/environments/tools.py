@@ -185,6 +185,10 @@ class ToolEpisode(Episode):
     def close(self) -> None:
         self.when_free(self._close)
 
+    @property
+    def closing_may_block(self) -> bool:
+        return self.is_tainted or not self._pooled and hasattr(self.environment, "close")
+
     def _close(self) -> None:
         instance, self.environment = self.environment, None
         if instance is None:
