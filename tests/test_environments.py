@@ -836,17 +836,38 @@ def test_case_25_hung_steps_hold_up_nothing(hanging):
 
 
 def test_case_25_hung_coroutine_step():
-    async def env_step(state, action, messages):
-        state["steps"] = state.get("steps", 0) + 1
-        if state["number"] == 1 and state["steps"] == 1:
-            await asyncio.sleep(60)
-        return StepResult(f"answer {state['steps']}", done=state["steps"] == 3)
+    closed, released = [], []
 
-    environment = CallbackEnvironment(env_step, loop=loop)
+    class State:
+        def __init__(self, example):
+            self.number, self.steps = example["number"], 0
+
+        async def close(self):
+            await asyncio.sleep(0)
+            closed.append(self)
+
+    async def env_step(state, action, messages):
+        state.steps += 1
+        if state.number == 1 and state.steps == 1:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                while not released:  # takes no notice
+                    await asyncio.sleep(0.01)
+        return StepResult(f"answer {state.steps}", done=state.steps == 3)
+
+    environment = CallbackEnvironment(env_step, State, loop=loop)
     trees, stats, _ = roll_out(environment, lambda history: "red", rows_of(0, 1), bare=2, continuations=2, timeout=0.6)
     assert [leaf.leaf.kind for leaf in trees[0].leaves()] == ["bare"] * 2 + ["continuation"] * 2
     assert [leaf.leaf.kind for leaf in trees[1].leaves()] == ["bare"] * 2 + ["extra"] * 2
     assert stats.environment_failures == 4
+    # 2 rollouts, 2 prefixes of either and 2 continuations; the other prompt's four are still in use
+    assert [state.number for state in closed] == [0] * 8
+    released.append(True)
+    deadline = time.monotonic() + 10
+    while len(closed) < 12 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len({id(state) for state in closed}) == len(closed) == 12
 
 
 def test_case_25_tool_that_hangs_or_exits(hanging):

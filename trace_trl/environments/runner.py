@@ -41,7 +41,7 @@ class EnvironmentTimeout(TimeoutError):
 
     def when_returned(self, callback: Callable[[Any], None]) -> None:
         """Calls `callback` with what the call that was given up came to, a result or an exception: at once if it has
-        ended since, else in its own thread when it ends. Exceptions of `callback` are dropped."""
+        ended since, else in a thread of its own when it ends. Exceptions of `callback` are dropped."""
         if self._call is not None:
             self._call.when_returned(callback)
 
@@ -135,6 +135,11 @@ class _Call:
             else:
                 self.result = result
                 self.batch.count()
+        if self.callbacks:
+            # Not here: this may be the event loop, which they may need, or hold up
+            threading.Thread(target=self._tell, args=(result,), name="trace-environment-late", daemon=True).start()
+
+    def _tell(self, result: Any) -> None:
         for callback in self.callbacks or ():
             _quietly(callback, result)
 
@@ -250,7 +255,7 @@ class ConcurrentRunner:
             if timeout is not None:
                 text = f"The environment gave no answer within {timeout:g} seconds."
                 latest = time.monotonic() - timeout
-                overdue = [call for call in calls if call.started is not None and call.started <= latest]
+                overdue = [call for call in calls if call.started and call.started <= latest and not call.lost]
                 self._give_up([(call, EnvironmentTimeout(text, call)) for call in overdue])
             if waiting and pace.wants_more(waiting):
                 self._grow(min(waiting, max(len(self._workers), FIRST_WORKERS)))
