@@ -233,7 +233,7 @@ def chain(length, reward):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (1, 2, 3, 4), (4, 3, 2, 1)])
-def test_case16_advantages_sum_to_zero(lengths, estimator, scale):
+def test_case_16_advantages_sum_to_zero(lengths, estimator, scale):
     rewards = [3.0, 0.0, 0.0, 1.0]
     tree = grow([chain(length, reward) for length, reward in zip(lengths, rewards, strict=True)])
     compute_advantages([tree], estimator=estimator, scale=scale, batch_std=0.9)
@@ -245,7 +245,7 @@ def test_case16_advantages_sum_to_zero(lengths, estimator, scale):
         assert [turn.advantage for turn in leaf.path()] == pytest.approx([expected] * leaf.depth, abs=1e-12)
 
 
-def test_case16_values():
+def test_case_16_values():
     mean, std = 1.0, math.sqrt(2.0)
     actual = advantages_of(grow([3.0, 0.0, 0.0, 1.0]))
     assert actual == pytest.approx([(reward - mean) / (std + EPS) for reward in (3, 0, 0, 1)], abs=1e-12)
@@ -253,7 +253,7 @@ def test_case16_values():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("scale", SCALES)
-def test_case17_unscored_leaves_carry_no_signal(estimator, scale):
+def test_case_17_unscored_leaves_carry_no_signal(estimator, scale):
     def run(spec):
         return advantages_of(grow(spec), estimator=estimator, scale=scale, batch_std=0.5)
 
@@ -267,7 +267,7 @@ def test_case17_unscored_leaves_carry_no_signal(estimator, scale):
 
 @pytest.mark.parametrize("estimator", ("sibling", "treerl", "treepo"))
 @pytest.mark.parametrize("scale", SCALES)
-def test_case17_an_unscored_continuation_does_not_silence_the_factual_tail(estimator, scale):
+def test_case_17_an_unscored_continuation_does_not_silence_the_factual_tail(estimator, scale):
     def run(spec):
         return advantages_of(grow(spec), estimator=estimator, scale=scale, batch_std=0.5)
 
@@ -280,13 +280,13 @@ def test_case17_an_unscored_continuation_does_not_silence_the_factual_tail(estim
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_case17_batch_of_unscored_leaves(estimator):
+def test_case_17_batch_of_unscored_leaves(estimator):
     # TRL's `nanstd` of fewer than two rewards is nan, and so may be the `batch_std` a caller takes from it.
     assert advantages_of(grow([math.nan, 2.0]), estimator=estimator, scale="batch", batch_std=math.nan) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("weighting", TURN_WEIGHTINGS)
-def test_case17_shared_turns_are_trained_in_scored_rows_only(weighting):
+def test_case_17_shared_turns_are_trained_in_scored_rows_only(weighting):
     tree = grow([[math.nan, 1.0, 0.0], 0.0])  # the first-started rollout is unscored
     compute_advantages([tree])
     shared, unscored, *_ = tree.turns()
@@ -298,7 +298,7 @@ def test_case17_shared_turns_are_trained_in_scored_rows_only(weighting):
         assert [row[0] for row in rows.values()] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_case19_a_zero_length_turn_moves_nobody():
+def test_case_19_a_zero_length_turn_moves_nobody():
     tree, reference = grow([3.0, 0.0, 0.0, 1.0]), grow([3.0, 0.0, 0.0, 1.0])
     empty = tree.leaves()[1]
     empty.token_ids.clear()
@@ -433,7 +433,7 @@ def test_without_branching_all_weights_are_one(weighting, rewards, lengths):
 
 
 @pytest.mark.parametrize("weighting", TURN_WEIGHTINGS)
-def test_case15_rows_of_truncated_leaves_are_zero(weighting):
+def test_case_15_rows_of_truncated_leaves_are_zero(weighting):
     tree = grow([[0.0, 1.0], 1.0])
     first = tree.leaves()[0]
     first.leaf.reason = "length"

@@ -50,7 +50,7 @@ def test_effective_needs_both_outcomes():
     assert not effective(grow([]))
 
 
-def test_case17_unscored_leaves_are_neither_success_nor_failure():
+def test_case_17_unscored_leaves_are_neither_success_nor_failure():
     assert not effective(grow([1.0, math.nan]))
     assert not effective(grow([0.0, math.nan]))
     assert not effective(grow([math.nan, math.nan], remote=[[math.nan]]))

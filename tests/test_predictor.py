@@ -426,15 +426,18 @@ def test_targets_are_the_backed_up_success_rates_of_all_visited_anchors(tmp_path
 
 
 def test_an_anchor_without_a_scored_leaf_teaches_nothing(tmp_path):
-    def reward(completions, **kwargs):
-        return [None if index % 2 else 1.0 for index, _ in enumerate(completions)]
+    unscored = []
 
-    kwargs = {"reward_funcs": [reward], "env_step": lambda s, a, m: StepResult(done=True)}
-    trainer = predicting_trainer(tmp_path, **kwargs)
+    def reward(prompts, completions, **kwargs):
+        unscored.append(prompts[0])
+        return [None if prompt == unscored[0] else 1.0 for prompt in prompts]
+
+    trainer = predicting_trainer(tmp_path, env_step=lambda s, a, m: StepResult(done=True), reward_funcs=[reward])
     trainer.model.train()
     trees = watched(trainer)
     trainer._roll_out_training([dict(row) for row in rows(False)[: trainer._pool_size]])
-    scored = [tree for tree in trees if any(leaf.leaf.scored for leaf in tree.leaves())]
+    scored = [tree for tree in trees if tree.prompt != unscored[0]]
+    assert 0 < len(scored) < len(trees)
     assert trainer.predictor_trainer.buffer.targets.tolist() == [1.0] * len(scored)
 
 

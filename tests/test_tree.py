@@ -131,7 +131,7 @@ def test_add_turn_copies_its_arguments():
     assert turn.messages == [{"role": "assistant", "tool_calls": [{"arguments": {"x": 1}}]}]
 
 
-def test_case23_three_children_of_one_node_leave_parent_and_siblings_unchanged():
+def test_case_23_three_children_of_one_node_leave_parent_and_siblings_unchanged():
     tree = RolloutTree.from_prompt("prompt", [1, 2], example={"question": "q"})
     first = tree.add_turn(tree.root, [3], [4], logprobs=[-1.0], text="go", messages=[{"role": "tool", "content": "x"}])
     sibling = tree.add_turn(tree.root, [5], [6])
@@ -213,7 +213,7 @@ def test_backup_of_a_prompt_that_spans_processes(mode, spec, data):
         assert ours.target == (None if theirs.target is None else pytest.approx(theirs.target, abs=1e-12))
 
 
-def test_case17_unscored_leaves_count_for_neither_outcome():
+def test_case_17_unscored_leaves_count_for_neither_outcome():
     tree = grow([[0.0, math.nan], [math.nan], 1.0])
     tree.backup()
     assert [child.target for child in tree.root.children] == [0.0, None, 1.0]
