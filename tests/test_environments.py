@@ -857,7 +857,9 @@ def test_case_25_hung_coroutine_step():
         return StepResult(f"answer {state.steps}", done=state.steps == 3)
 
     environment = CallbackEnvironment(env_step, State, loop=loop)
-    trees, stats, _ = roll_out(environment, lambda history: "red", rows_of(0, 1), bare=2, continuations=2, timeout=0.6)
+    # Steps and `close` are on one loop, as under a trainer
+    limits = {"timeout": 0.6, "runner": LOOP}
+    trees, stats, _ = roll_out(environment, lambda history: "red", rows_of(0, 1), bare=2, continuations=2, **limits)
     assert [leaf.leaf.kind for leaf in trees[0].leaves()] == ["bare"] * 2 + ["continuation"] * 2
     assert [leaf.leaf.kind for leaf in trees[1].leaves()] == ["bare"] * 2 + ["extra"] * 2
     assert stats.environment_failures == 4

@@ -443,8 +443,8 @@ def test_overhead_of_trivial_calls(runner):
         runner.run([function] * 1024, timeout=60)
         seconds = []
         for _ in range(7):
-            started = time.perf_counter()
+            # Of the CPU, whatever else it is busy with: about 3 and 10 ms
+            started = time.process_time()
             runner.run([function] * 1024, timeout=60)
-            seconds.append(time.perf_counter() - started)
-        # 2 and 10 ms where the machine has nothing else to do
+            seconds.append(time.process_time() - started)
         assert min(seconds) < 0.05

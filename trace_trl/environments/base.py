@@ -150,6 +150,9 @@ class Episode:
 
     def when_free(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when no call that was given up is at work on this episode any more; at once if none is."""
+        if not self._lost:
+            callback()  # not from a closure that holds itself, and with it the episode, until garbage is collected
+            return
         lost = list(self._lost)
 
         def proceed(_: Any = None) -> None:

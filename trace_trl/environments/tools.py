@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from .base import Action, Environment, Episode, Reply, close_object, copy_plain, describe
@@ -28,12 +28,14 @@ def environment_tools(environment: Any) -> list[Callable]:
     """The public methods of an environment instance that a policy may call, bound, in alphabetical order."""
     if environment is None:
         return []
-    return [
-        getattr(environment, name)
-        # Looked up on the class: getmembers on the instance evaluates properties
-        for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
-        if not name.startswith("_") and name not in RESERVED_METHODS
-    ]
+    return [getattr(environment, name) for name in _tool_names(type(environment))]  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=64)  # asked for with every copy that is made of an environment
+def _tool_names(cls: type) -> list[str]:
+    # Of the class: getmembers on an instance evaluates properties
+    methods = inspect.getmembers(cls, predicate=inspect.isfunction)
+    return [name for name, _ in methods if not name.startswith("_") and name not in RESERVED_METHODS]
 
 
 class ToolEnvironment(Environment):
@@ -127,7 +129,10 @@ class ToolEpisode(Episode):
         self.loop = owner.loop
         self._pooled = pooled
         self._rounds = 0
-        self._tools = {tool.__name__: tool for tool in owner.tools + environment_tools(instance)}
+
+    @cached_property
+    def _tools(self) -> dict[str, Callable]:
+        return {tool.__name__: tool for tool in self.owner.tools + environment_tools(self.environment)}
 
     def step(self, action: Action) -> Reply:
         calls = action.message.get("tool_calls") or []
