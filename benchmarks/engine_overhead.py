@@ -19,6 +19,7 @@ twice. The engine's own time is to stay under 50 ms a round: 5 % of a generation
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.resources
 import os
 import random
@@ -100,6 +101,21 @@ def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     fast.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"])
     fast.chat_template = importlib.resources.files("trl").joinpath("chat_templates", "qwen3.jinja").read_text()
     return add_response_schema(fast)
+
+
+class Garbage:
+    """Seconds of Python's garbage collections, which go through all objects of the process."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._started = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._started
 
 
 class Workload:
@@ -204,14 +220,18 @@ class Workload:
                 turn.value = self.random.random()
 
 
-def measure(kind: str, args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
+def measure(kind: str, args: argparse.Namespace, clock: Clock, garbage: Garbage) -> dict[str, Any]:
     """Plays `args.repeats` generation batches after a small one, which starts threads and compiles templates."""
     work = Workload(kind, args)
     environment = work.environment()
     tools = [environment.factories[None]().search] if kind == "tools" else None  # type: ignore[union-attr,index]
+
+    def codec() -> Codec:
+        return Codec(work.tokenizer, [work.tokenizer.eos_token_id], conversational=kind != "string")
+
     engine = TreeRolloutEngine(
         generate=work.generate,
-        codec=Codec(work.tokenizer, [work.tokenizer.eos_token_id], conversational=kind != "string"),
+        codec=codec(),
         environment=environment,
         score=work.score,
         limits=Limits(completion=100_000),
@@ -231,10 +251,13 @@ def measure(kind: str, args: argparse.Namespace, clock: Clock) -> dict[str, Any]
 
     engine.run(plans()[:8], seed=0)
     clock.seconds.clear()
+    garbage.seconds = 0.0
     rounds: list[float] = []
     cpu = 0.0
     stats, leaves = Stats(), 0
     for repeat in range(args.repeats):
+        # New questions come with new paragraphs
+        engine.codec = codec()
         todo = plans()
         work.marks.clear()
         cpu_before, started = time.process_time(), time.perf_counter()
@@ -266,14 +289,14 @@ def main() -> None:
 
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, milliseconds a round")
     names = list(dict.fromkeys(stage for _, _, stage in STAGES))
-    columns = ["leaves", "rounds", "turns", "mean", "median", "most", "CPU", *names]
+    columns = ["leaves", "rounds", "turns", "mean", "median", "most", "CPU", "garbage", *names]
     print(f"{'':<8}" + "".join(f"{column:>{max(len(column), 6) + 2}}" for column in columns))
-    clock = Clock()
+    clock, garbage = Clock(), Garbage()
     for owner, name, stage in STAGES:
         clock.watch(owner, name, stage)
     worst = 0.0
     for kind in args.kinds:
-        result = measure(kind, args, clock)
+        result = measure(kind, args, clock, garbage)
         count = len(result["rounds"])
         mean = 1000 * sum(result["rounds"]) / count
         worst = max(worst, mean)
@@ -285,6 +308,7 @@ def main() -> None:
             1000 * statistics.median(result["rounds"]),
             1000 * max(result["rounds"]),
             1000 * result["cpu"] / count,
+            1000 * garbage.seconds / count,
             *(1000 * clock.seconds.get(name, 0.0) / count for name in names),
         ]
         cells = [f"{n:.1f}" if isinstance(n, float) else f"{n:,}" for n in numbers]

@@ -1,5 +1,6 @@
 """From turns to messages, and from an environment's answers to token ids."""
 
+import functools
 import importlib.resources
 import re
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema, parse_response, supports_tool_calling
 
@@ -285,6 +287,87 @@ def test_an_answer_is_rendered_once_for_all_that_are_given_it(monkeypatch):
     for _ in range(3):
         codec.encode_replies([(user("red"), END), (user("red"), None), (user("green"), END)])
     assert len(rendered) == 2
+
+
+PLAIN = st.text(
+    st.sampled_from("red fox 0.\n\t\"'\\&é日,:;/-_()=#%$@!?") | st.characters(categories=["L", "N", "P"]), max_size=60
+)
+WORDS = st.lists(st.sampled_from(["user", "tool", "assistant", "think", "tool_response", "error", "function", "red"]))
+
+
+@given(
+    name=st.sampled_from(SHIPPED),
+    contents=st.lists(PLAIN | WORDS.map(" ".join), min_size=1, max_size=3),
+    role=st.sampled_from(["tool", "user"]),
+    tool_name=st.sampled_from(["add", "search"]),
+)
+@settings(deadline=None, database=None, max_examples=1500)
+def test_forms_of_shipped_templates_give_what_the_template_gives(name, contents, role, tool_name):
+    codec = shipped_codec(name)
+    messages = [{"role": role, "content": content} for content in contents]
+    if role == "tool":
+        messages = [{**message, "name": tool_name} for message in messages]
+    try:
+        expected = codec._render_messages(messages)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            codec._render(Reply(messages=messages))
+    else:
+        assert codec._render(Reply(messages=messages)) == expected
+
+
+@functools.cache
+def shipped_codec(name):
+    tokenizer, ends = family_tokenizer(name)
+    return Codec(tokenizer, ends, conversational=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "qwen2_5", "glm4moe", "nemotron_3_nano"])
+def test_plain_answers_of_a_kind_are_rendered_from_its_form(name, monkeypatch):
+    codec = shipped_codec(name)
+    for kind in (user, tool):
+        codec.encode_replies([(kind("first"), None)])
+    monkeypatch.setattr(codec.tokenizer, "apply_chat_template", None)
+    for kind in (user, tool):
+        (ids,) = codec.encode_replies([(kind(f"another {kind.__name__}"), None)])
+        assert f"another {kind.__name__}" in text_of(ids, codec.tokenizer)
+    # What might be markup is not taken for plain
+    for content in ("<think>", "{1}", "[1]", "a|b", " a", "a\n", ""):
+        (error,) = codec.encode_replies([(user(content), None)])
+        assert isinstance(error, TypeError)
+
+
+def test_a_template_of_ones_own_is_asked_about_every_answer():
+    asking = PRESERVING.replace("{{ content }}", "{{ 'MAGIC' if 'abracadabra' in content else content }}")
+    codec = Codec(make_tokenizer(asking), [END], conversational=True)
+    for content, shown in (("red", "red"), ("say abracadabra", "MAGIC"), ("green", "green")):
+        assert f"user\n{shown}<|im_end|>" in text_of(encode(codec, user(content)))
+
+
+class Reversing(PreTrainedTokenizerFast):
+    """A tokenizer that does something of its own to texts."""
+
+    def _encode_plus(self, text, *args, **kwargs):
+        return super()._encode_plus([t[::-1] for t in text], *args, **kwargs)
+
+    def _decode(self, *args, **kwargs):
+        return super()._decode(*args, **kwargs)[::-1]
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Reversing])
+def test_texts_go_through_the_tokenizers_own_methods(kind):
+    plain = make_tokenizer()
+    tokenizer = kind(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = PRESERVING
+    codec = Codec(tokenizer, [END], conversational=False)
+    # Settings that an earlier call left behind are not taken over
+    tokenizer(["red fox"], truncation=True, max_length=1, padding="max_length")
+    texts = ["red fox", "the lazy dog <|im_end|>", "日"]
+    encoded = codec.encode_replies([(Reply(text=text), END) for text in texts])
+    assert encoded == tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert len(encoded[0]) > 1
+    decoded = codec.decode_turns([(ids, [], None) for ids in encoded])
+    assert [turn.text for turn in decoded] == tokenizer.batch_decode(encoded, skip_special_tokens=True)
 
 
 # What can't be rendered

@@ -1,6 +1,7 @@
 """How the engine plays a forest: one call a round, no prompt waits for another, no leaf is lost, errors are shared."""
 
 import collections
+import gc
 import threading
 
 import pytest
@@ -187,6 +188,30 @@ def test_nothing_to_play():
     generate = ScriptedGenerator(say, [END])
     stats = make_engine(generate, lasting(lambda name, number: 1)).run([])
     assert (generate.calls, stats.rounds, stats.turns) == ([], 0, 0)
+
+
+def test_garbage_is_looked_for_rarely_while_the_engine_runs():
+    seen = []
+
+    def watching(request):
+        seen.append(gc.get_threshold())
+        return SAID
+
+    before = gc.get_threshold()
+    for threshold, inside in ((700, 100_000), (200_000, 200_000), (0, 0)):
+        try:
+            gc.set_threshold(threshold, 11, 12)
+            engine = make_engine(ScriptedGenerator(watching, [END]), lasting(lambda name, number: 1))
+            engine.run(plans_of(engine, "a"), seed=0)
+            assert set(seen) == {(inside, 11, 12)}
+            assert gc.get_threshold() == (threshold, 11, 12)
+            engine.generate = breaking
+            with pytest.raises(Broken):
+                engine.run(plans_of(engine, "a"), seed=0)
+            assert gc.get_threshold() == (threshold, 11, 12)
+        finally:
+            gc.set_threshold(*before)
+            seen.clear()
 
 
 # Where continuations start

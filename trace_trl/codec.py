@@ -18,9 +18,12 @@ import re
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from inspect import isfunction, ismethod
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing.response_templates import load_response_template
 from trl.chat_template_utils import parse_response
@@ -31,6 +34,11 @@ from .environments.base import Reply
 _MARK = "TRACE-MARK-7391"  # plain letters: some templates escape others in JSON
 _HEADER_TOKENS = (8, 64)  # the header of an assistant turn is looked for among so many last tokens of a history first
 _MOST_KNOWN_TOKENS = 2**20  # of answers encoded before
+_MOST_FORMS = 1000  # names of tools are the policy's to invent
+# No blanks around it, and nothing that markup or JSON is made of
+_PLAIN = re.compile(r"[^\s<>{}\[\]|](?:[^<>{}\[\]|]*[^\s<>{}\[\]|])?")
+_TRIALS = ("trial", "\"another\" 'trial',\n\n\tlonger & é日\\" + 99 * "-")
+_WAYS = ("__call__", "_encode_plus", "batch_decode", "decode", "_decode")  # from text to ids and back
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,10 +85,33 @@ class _Answer:
 
     def after(self, end: int | None) -> list[int]:
         """Ids behind a turn that ended with the token `end`, or by a stop string."""
-        ids = self.ids.tolist()
+        ids = self.ids
         # GLM has no end token: its turn ends with the token that opens the answer
         ended = end is not None and bool(ids) and (self.closes or ids[0] == end)
-        return ids[1:] if ended else ids
+        return (ids[1:] if ended else ids).tolist()
+
+
+@dataclass(slots=True, frozen=True)
+class _Form:
+    """What a template puts before, between and behind the contents of answers of one kind."""
+
+    pieces: tuple[str, ...]
+    closes: bool
+
+    @classmethod
+    def of(cls, text: str, closes: bool, messages: list[dict[str, Any]]) -> _Form | None:
+        """Read off one answer; `None` if it does not show every content as it is."""
+        pieces = []
+        for message in messages:
+            before, found, text = text.partition(message["content"])
+            if not found:
+                return None
+            pieces.append(before)
+        return cls((*pieces, text), closes)
+
+    def filled(self, messages: list[dict[str, Any]]) -> tuple[str, bool]:
+        parts = [part for piece, message in zip(self.pieces, messages) for part in (piece, message["content"])]  # noqa: B905
+        return "".join((*parts, self.pieces[-1])), self.closes
 
 
 class Codec:
@@ -111,8 +142,10 @@ class Codec:
         self._eos_texts = [tokenizer.convert_ids_to_tokens(token_id) for token_id in eos_token_ids]
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = _any_of(special.union(self._eos_texts))
+        self._backend = _backend_of(tokenizer)
         self._text_arguments = False
         self._seams: dict[str | None, _Seam] = {}
+        self._forms: dict[Hashable, _Form | None] | None = {} if self._is_shipped() else None
         self._schemas: dict[tuple[int, ...], tuple[list, list]] = {}
         self._known: dict[Hashable, _Answer] = {}
         self._known_tokens = 0
@@ -181,8 +214,10 @@ class Codec:
         return self._decode([history])[0]
 
     def _decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
-        # What `batch_decode` comes to, which first looks at every id: that takes longer than decoding them
-        return [self.tokenizer._decode(row, skip_special_tokens=skip_special_tokens) for row in ids]
+        if self._backend is None:
+            return self.tokenizer.batch_decode(ids, skip_special_tokens=skip_special_tokens) if ids else []
+        # `batch_decode` comes to this, but looks at every id first, which takes longer than decoding them
+        return self._backend.decode_batch(ids, skip_special_tokens=skip_special_tokens)
 
     def _schemas_of(self, tools: list[Callable] | None) -> list | None:
         """JSON schemas of tools, which the parser would make again for every turn."""
@@ -248,7 +283,12 @@ class Codec:
     def _encode(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        if self._backend is None:
+            return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        # The tokenizer comes to this, but for the place of each token in the text, which nobody asks for. It is called
+        # once all the same: it sets the backend to neither cut nor pad
+        self.tokenizer("", add_special_tokens=False)
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _remember(self, answers: dict[Hashable, _Answer]) -> None:
         self._known_tokens += sum(len(answer.ids) for answer in answers.values())
@@ -262,11 +302,15 @@ class Codec:
         such a token."""
         if not self.conversational:
             return reply.text or "", False
+        form = self._form(reply.messages)
+        return self._render_messages(reply.messages) if form is None else form.filled(reply.messages)
+
+    def _render_messages(self, messages: list[dict[str, Any]]) -> tuple[str, bool]:
         name = None
-        if reply.messages and reply.messages[0]["role"] == "tool":
-            name = str(reply.messages[0].get("name") or "tool")
+        if messages and messages[0]["role"] == "tool":
+            name = str(messages[0].get("name") or "tool")
         seam = self._seam(name)
-        text = self._behind_mark([self._assistant(name), *reply.messages], goes_on=True)
+        text = self._behind_mark([self._assistant(name), *messages], goes_on=True)
         if not text.startswith(seam.inside):
             raise ValueError("it shows an assistant turn differently where an answer follows")
         text = text[len(seam.inside) :]
@@ -274,6 +318,24 @@ class Codec:
         # GPT-OSS ends the last turn with <|return|>, and with <|end|> whatever follows
         closes = first is not None and (first[0] == seam.end or seam.resumed.startswith(first[0]))
         return text, closes
+
+    def _is_shipped(self) -> bool:
+        return self.conversational and self.tokenizer.get_chat_template(self.chat_template) in _shipped_templates()
+
+    def _form(self, messages: list[dict[str, Any]]) -> _Form | None:
+        """The form of answers of this kind (same roles and names); `None` where contents may shape what is around."""
+        if self._forms is None or not messages or not all(map(_is_plain, messages)):
+            return None
+        kind = tuple(tuple(item for item in message.items() if item[0] != "content") for message in messages)
+        if kind not in self._forms:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms.clear()
+            forms = []
+            for trial in _TRIALS:
+                trials = [{**message, "content": f"{number} {trial}"} for number, message in enumerate(messages)]
+                forms.append(_Form.of(*self._render_messages(trials), trials))
+            self._forms[kind] = forms[0] if forms[0] == forms[1] else None
+        return self._forms[kind]
 
     def _seam(self, name: str | None) -> _Seam:
         if name not in self._seams:
@@ -335,6 +397,28 @@ class _DecodedTurn:
         # Asked for where parsing failed; everything but a call is text, which can't fail
         self.fell_back = True
         return self._text
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` that a tokenizer consists of, `None` where it does something of its own to texts."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+        return None
+    ways = [(getattr(type(tokenizer), name), getattr(PreTrainedTokenizerFast, name)) for name in _WAYS]
+    return tokenizer.backend_tokenizer if all(way is stock for way, stock in ways) else None
+
+
+@cache
+def _shipped_templates() -> frozenset[str]:
+    """The chat templates that TRL ships. Of these it is known, and tested, that plain text in an answer is shown as it
+    is and changes nothing else; a template of one's own may do anything, and is asked about every answer."""
+    folder = files("trl").joinpath("chat_templates")
+    return frozenset(path.read_text(encoding="utf-8") for path in folder.iterdir() if path.name.endswith(".jinja"))
+
+
+def _is_plain(message: dict[str, Any]) -> bool:
+    return (
+        all(isinstance(value, str) for value in message.values()) and _PLAIN.fullmatch(message["content"]) is not None
+    )
 
 
 def _key(reply: Reply) -> Hashable:

@@ -124,11 +124,14 @@ class CallbackEpisode(Episode):
     def _render(self, reply: Reply, observation: Any) -> Reply:
         if observation is None or isinstance(observation, list) and not observation:
             return reply
-        if not _are_messages(observation):
-            content = observation if are_blocks(observation) else str(observation)
-            observation = [{"role": "user", "content": content}]
-        check_no_images(observation)
-        messages = [{**copy_plain(message), "content": as_text(message["content"])} for message in observation]
+        if type(observation) is str:
+            messages = [{"role": "user", "content": observation}]
+        else:
+            if not _are_messages(observation):
+                content = observation if are_blocks(observation) else str(observation)
+                observation = [{"role": "user", "content": content}]
+            check_no_images(observation)
+            messages = [{**copy_plain(message), "content": as_text(message["content"])} for message in observation]
         if self.owner.conversational:
             # Templates look a tool's name up
             reply.messages = [{"name": "tool", **m} if m["role"] == "tool" else m for m in messages]
