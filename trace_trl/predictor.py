@@ -18,6 +18,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -67,18 +74,69 @@ class SuccessPredictor(nn.Module):
             json.dump({"input_size": self.input_size, "hidden_size": self.hidden_size}, file)
 
     @classmethod
-    def from_pretrained(cls, directory: str) -> SuccessPredictor:
-        """Loads a head from a folder written by [`~SuccessPredictor.save_pretrained`], a checkpoint for example.
+    def from_pretrained(
+        cls,
+        repo_or_path: str | os.PathLike,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        subfolder: str = "",
+    ) -> SuccessPredictor:
+        """
+        Loads a head from a folder written by [`~SuccessPredictor.save_pretrained`], a checkpoint for example, or from
+        a model repo of the Hub that `TRACETrainer` pushed.
+
+        Args:
+            repo_or_path (`str` or `os.PathLike`):
+                A folder, or, where there is no such folder, the id of a model repo.
+            revision (`str`, *optional*):
+                Branch, tag or commit of the repo.
+            token (`str` or `bool`, *optional*):
+                Token for a private repo. Defaults to that of `hf auth login`.
+            cache_dir (`str` or `os.PathLike`, *optional*):
+                Where downloads are kept.
+            subfolder (`str`, *optional*, defaults to `""`):
+                Folder within the repo or the path, `"last-checkpoint"` for example.
+
+        Returns:
+            `SuccessPredictor`: the head, in float32 on the CPU.
 
         Raises:
-            FileNotFoundError: if the folder holds no value head.
+            FileNotFoundError: if there is no such folder or repo, or if it holds no value head.
         """
-        path = os.path.join(directory, HEAD_CONFIG)
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"{directory} holds no {HEAD_CONFIG}: pass a folder that TRACETrainer saved.")
-        with open(path) as file:
+        name = os.fspath(repo_or_path)
+        place = " ".join([name, *([f"(subfolder {subfolder})"] if subfolder else [])])
+        if os.path.isdir(name):
+            paths = [os.path.join(name, subfolder, file) for file in (HEAD_CONFIG, HEAD_WEIGHTS)]
+            missing = [os.path.basename(path) for path in paths if not os.path.isfile(path)]
+            if missing:
+                raise FileNotFoundError(
+                    f"The folder {place} holds no {missing[0]}: pass a folder that TRACETrainer saved, in a run whose "
+                    "allocations use a predictor."
+                )
+        else:
+            options = dict(revision=revision, token=token, cache_dir=cache_dir, subfolder=subfolder or None)
+            try:
+                paths = [hf_hub_download(name, file, **options) for file in (HEAD_CONFIG, HEAD_WEIGHTS)]
+            except LocalEntryNotFoundError as error:
+                raise FileNotFoundError(
+                    f"There is no folder {place}, and the Hub could not be asked for a repo of this name: correct the "
+                    f"path, or go online once so that the head is in the cache. {error}"
+                ) from error
+            except EntryNotFoundError as error:
+                raise FileNotFoundError(
+                    f"The repo {place} holds no {HEAD_CONFIG} with {HEAD_WEIGHTS}: pass a repo, or its `revision` or "
+                    "`subfolder`, that TRACETrainer pushed in a run whose allocations use a predictor."
+                ) from error
+            except (HFValidationError, RepositoryNotFoundError) as error:
+                raise FileNotFoundError(
+                    f"There is no folder {place}, and no repo of this name on the Hub that can be read: correct the "
+                    "name, or pass the `token` of a private repo."
+                ) from error
+        with open(paths[0], encoding="utf-8") as file:
             head = cls(**json.load(file))
-        head.load_state_dict(load_file(os.path.join(directory, HEAD_WEIGHTS)))
+        head.load_state_dict(load_file(paths[1]))
         return head
 
 
