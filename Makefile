@@ -24,14 +24,16 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-demo demo test quality style benchmark clean
+.PHONY: help setup setup-demo setup-distributed demo test test-distributed quality style benchmark clean
 
 help: ## List the targets
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(VENV)/.setup-stamp ## Create .venv with all that demo, tests and linters need
 
 setup-demo: $(VENV)/.setup-demo-stamp ## Create .venv with what the demo needs
+
+setup-distributed: $(VENV)/.setup-distributed-stamp ## Add DeepSpeed to .venv
 
 demo: setup-demo ## Train and evaluate on HotpotQA questions, on the CPU
 	HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
@@ -39,6 +41,9 @@ demo: setup-demo ## Train and evaluate on HotpotQA questions, on the CPU
 
 test: setup ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-distributed: setup-distributed ## Run the tests that start several processes
+	$(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
 
 quality: setup ## Check lint, format and types
 	$(BIN)/ruff check .
@@ -68,4 +73,8 @@ $(VENV)/.setup-demo-stamp: pyproject.toml Makefile
 
 $(VENV)/.setup-stamp: $(VENV)/.setup-demo-stamp
 	$(PIP) -e ".[peft,examples,dev]"
+	@touch $@
+
+$(VENV)/.setup-distributed-stamp: $(VENV)/.setup-stamp
+	$(PIP) -e ".[deepspeed]"
 	@touch $@

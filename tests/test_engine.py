@@ -3,6 +3,7 @@
 import collections
 import gc
 import threading
+import time
 
 import pytest
 
@@ -475,8 +476,9 @@ class TwoProcesses:
             raise error or RuntimeError("another process failed")
 
 
-def on_two_processes(work):
-    """Runs `work(rank, sync)` for both ranks; their syncs and what they returned or raised."""
+def on_two_processes(work, ends_all=False):
+    """Runs `work(rank, sync)` for both ranks; their syncs and what they returned or raised. With `ends_all`, a process
+    that fails ends the other, as a launcher does."""
     shared = Shared()
     syncs = [TwoProcesses(rank, shared) for rank in range(2)]
     results = [None, None]
@@ -486,7 +488,8 @@ def on_two_processes(work):
             results[rank] = work(rank, syncs[rank])
         except Exception as error:
             results[rank] = error
-            shared.barrier.abort() if isinstance(error, threading.BrokenBarrierError) else None
+            if isinstance(error, threading.BrokenBarrierError) or ends_all:
+                shared.barrier.abort()
 
     threads = [threading.Thread(target=target, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
@@ -548,12 +551,12 @@ def test_processes_make_the_same_calls_though_their_branches_differ(names, alloc
         assert all(call == [Request([END], 1)] for call in generate.calls[playing:])
 
 
-@pytest.mark.parametrize("part", ["generate", "score", "predict", "reset", "step", "is_mixed", "progress"])
+@pytest.mark.parametrize("part", ["score", "reset", "step", "is_mixed", "progress"])
 @pytest.mark.parametrize("broken_rank", [0, 1])
 def test_an_error_on_one_process_ends_both(part, broken_rank):
     def work(rank, sync):
         broken = rank == broken_rank
-        generate = ScriptedGenerator(breaking if broken and part == "generate" else say, [END])
+        generate = ScriptedGenerator(say, [END])
         environment = lasting(lambda name, number: int(name))
         if broken and part == "reset":
             made = []
@@ -563,9 +566,7 @@ def test_an_error_on_one_process_ends_both(part, broken_rank):
         if broken and part == "step":
             environment.env_step = breaking
             environment.episode_class = type("Failing", (environment.episode_class,), {"on_error": breaking})
-        kwargs = {name: breaking for name in ("score", "predict", "is_mixed", "progress") if broken and name == part}
-        if part == "predict" and not broken:
-            kwargs["predict"] = lambda leaves: None
+        kwargs = {name: breaking for name in ("score", "is_mixed", "progress") if broken and name == part}
         if part == "is_mixed" and not broken:
             kwargs["is_mixed"] = lambda tree: True
         engine = make_engine(generate, environment, sync=sync, prefix_allocation="active", **kwargs)
@@ -576,6 +577,33 @@ def test_an_error_on_one_process_ends_both(part, broken_rank):
     assert isinstance(results[broken_rank], Broken)
     assert str(results[1 - broken_rank]) == "another process failed"
     assert syncs[0].calls == syncs[1].calls
+
+
+@pytest.mark.parametrize("part", ["generate", "predict"])
+def test_an_error_within_a_call_of_all_processes_is_raised_at_once(part):
+    """The other is still in that call: to wait for it would be to wait for ever."""
+
+    def work(rank, sync):
+        def collective(*args):
+            if rank == 1:
+                time.sleep(0.3)  # until the other has come so far
+                breaking()
+            sync.gather(part, None)
+
+        generate = collective if part == "generate" else ScriptedGenerator(say, [END])
+        engine = make_engine(
+            generate,
+            lasting(lambda name, number: int(name)),
+            sync=sync,
+            predict=collective,
+            prefix_allocation="active",
+        )
+        engine.run(plans_of(engine, "2"), seed=0)
+
+    syncs, results = on_two_processes(work, ends_all=True)
+    assert isinstance(results[1], Broken)
+    assert isinstance(results[0], threading.BrokenBarrierError)
+    assert syncs[0].calls[-1] == part and syncs[1].calls == syncs[0].calls[:-1]
 
 
 def test_one_process_raises_its_own_error():

@@ -215,6 +215,9 @@ class TreeRolloutEngine:
         try:
             with _collecting_rarely:
                 return run.play()
+        except _Uncommunicable as error:
+            run.abandon()
+            raise error.__cause__ from None  # type: ignore[misc]
         except BaseException:
             run.abandon()
             raise
@@ -275,6 +278,20 @@ class _CollectingRarely:
 
 
 _collecting_rarely = _CollectingRarely()
+
+
+class _Uncommunicable(BaseException):
+    """
+    An error within a call that all processes make together. The others are in that call, not at the point where errors
+    are shared, so it is raised at once: this process ends, and the launcher ends the rest.
+    """
+
+
+def _collective(function: Callable, *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:
+        raise _Uncommunicable from error
 
 
 class _Run:
@@ -421,7 +438,7 @@ class _Run:
     def _generate(self, requests: list[Request]) -> list[Sample]:
         started = time.perf_counter()
         # A process without live branches takes part: sharded weights are gathered by all
-        samples = self.engine.generate(requests or [Request(self.engine.codec.idle_context, 1)])
+        samples = _collective(self.engine.generate, requests or [Request(self.engine.codec.idle_context, 1)])
         self.stats.seconds["generation"] += time.perf_counter() - started
         self.stats.rounds += 1
         self.stats.prefilled_tokens += sum(len(request.context) for request in requests)
@@ -599,7 +616,8 @@ class _Run:
 
     def _predict(self, plans: list[RootPlan]) -> None:
         started = time.perf_counter()
-        self.engine.predict([leaf for plan in plans for leaf in plan.tree.leaves()])  # type: ignore[misc]
+        leaves = [leaf for plan in plans for leaf in plan.tree.leaves()]
+        _collective(self.engine.predict, leaves)  # type: ignore[arg-type]
         self.stats.seconds["predictor"] += time.perf_counter() - started
 
     def _replace_agreeing(self, plans: list[RootPlan]) -> None:

@@ -7,11 +7,13 @@ The candidate pool of one generation, and what is rolled out from it on this pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import IterableDataset
+from trl.trainer.utils import RepeatSampler
 
 from .allocation import ROOT_ALLOCATORS
 from .engine import RootPlan
@@ -27,6 +29,30 @@ class Candidate:
     prompt: Any
     prompt_ids: list[int]
     value: float | None = None
+
+
+class PoolSampler(RepeatSampler):
+    """
+    TRL's sampler of prompts, in the same order, also in the epoch that a resumed run begins with.
+
+    TRL's own draws each epoch's order from a random state that goes on from epoch to epoch, and that no checkpoint
+    keeps: a run resumed in its second epoch would see the first epoch's order again.
+
+    Args:
+        epoch (`Callable[[], int]`): number of the epoch that begins, from 0.
+        kwargs: those of [`~trl.trainer.utils.RepeatSampler`].
+    """
+
+    def __init__(self, *args: Any, epoch: Callable[[], int], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle and self.seed is not None:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch()):
+                torch.randperm(self.num_samples, generator=self.generator)
+        return super().__iter__()
 
 
 def fill_first_pool(dataset: IterableDataset, pool_size: int) -> IterableDataset:

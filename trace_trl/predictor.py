@@ -31,7 +31,6 @@ from torch import nn
 
 HEAD_WEIGHTS = "value_head.safetensors"
 HEAD_CONFIG = "value_head_config.json"
-TRAINING_STATE = "value_head_training_state.pt"
 
 
 class SuccessPredictor(nn.Module):
@@ -234,8 +233,15 @@ class PredictorTrainer:
             "random": self.random.get_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], with_anchors: bool = True) -> None:
+        """
+        Args:
+            state: what `state_dict` gave.
+            with_anchors: whether it was this process's own; if not, only the optimizer is taken from it.
+        """
         self.optimizer.load_state_dict(state["optimizer"])
+        if not with_anchors:
+            return
         self.buffer.features, self.buffer.targets = state["features"], state["targets"]
         self.random.set_state(state["random"])
 

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from .advantages import RewardStats, normalize_then_sum
+from .environments.base import describe
 from .tree import RemoteChild, RolloutTree, Turn
 
 
@@ -25,10 +26,15 @@ class AcceleratorSync:
         return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
 
     def check(self, error: BaseException | None) -> None:
-        if self.most(int(error is not None)):
-            if error is not None:
-                raise error
-            raise RuntimeError("Another process failed during rollouts; its own error is in its output.")
+        if not self.most(int(error is not None)):
+            return
+        told = [None if error is None else f"{type(error).__name__}: {describe(error)}"]
+        if self.accelerator.num_processes > 1:
+            told = gather_object(told)
+        if error is not None:
+            raise error
+        process, text = next((process, text) for process, text in enumerate(told) if text is not None)
+        raise RuntimeError(f"Process {process} failed, which ends all processes. {text}")
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -27,6 +27,9 @@ OVERRIDDEN = {
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "_save": ("self", "output_dir", "state_dict"),
     "_save_checkpoint": ("self", "model", "trial"),
+    "_get_output_dir": ("self", "trial"),
+    "_push_from_checkpoint": ("self", "checkpoint_folder"),
+    "create_model_card": ("self", "model_name", "dataset_name", "tags"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
 }
 
@@ -41,7 +44,6 @@ CALLED = {
         "is_training",
         "dataloader_key",
     ),
-    "_get_output_dir": ("self", "trial"),
     "_log_metric": ("self", "name", "value"),
     "_tokenize_prompts": ("self", "prompts"),
 }
@@ -60,6 +62,7 @@ LOOKED_UP = {
         "_metrics",
         "_pending_extra_logs",
     ),
+    "_save_checkpoint": ("_get_output_dir",),
     "_tokenize_prompts": ("_batch_environments", "_env_tools", "environment_factories"),
 }
 
@@ -69,6 +72,8 @@ ATTRIBUTES = (
     "_has_async_funcs",
     "_logs",
     "_metrics",
+    "_step",
+    "_buffered_inputs",
     "_multi_environment",
     "_pending_extra_logs",
     "_standalone_tools",

@@ -19,11 +19,10 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler, get_config_model_id, repeat_iterable_dataset, start_event_loop_in_daemon
+from trl.trainer.utils import get_config_model_id, repeat_iterable_dataset, start_event_loop_in_daemon
 
-from . import checks, seams
+from . import checkpoints, checks, hub, model_card, seams
 from .advantages import GRPO_WITHOUT_BRANCHES, compute_advantages
 from .codec import Codec
 from .config import TRACEConfig
@@ -36,8 +35,8 @@ from .environments.runner import ConcurrentRunner
 from .environments.tools import EMPTY_PROMPT
 from .generation import TransformersGenerator
 from .metrics import effective
-from .pool import Candidate, allocate, fill_first_pool, make_plans, shares
-from .predictor import TRAINING_STATE, PredictorTrainer, SuccessPredictor
+from .pool import Candidate, PoolSampler, allocate, fill_first_pool, make_plans, shares
+from .predictor import PredictorTrainer, SuccessPredictor
 from .processes import AcceleratorSync, batch_reward_std, normalized_rewards, share_roots
 from .progress import RolloutProgress, StepLineCallback
 from .reports import extra_columns, gather_groups, gather_lengths, length_metrics, rollout_metrics
@@ -187,6 +186,7 @@ class TRACETrainer(GRPOTrainer):
         if args.show_rollout_progress:
             self.add_callback(StepLineCallback())
 
+        self._staging: str | None = None  # where checkpoints are written while one is
         self._last_generation = (-1, 0)  # optimizer step, and number of the generation within it
         self._rows: Rows | None = None  # the rows TRL is told of while it prepares a batch
         self._engine: TreeRolloutEngine | None = None
@@ -310,13 +310,14 @@ class TRACETrainer(GRPOTrainer):
         )
 
     def _get_train_sampler(self, dataset=None) -> Sampler:
-        return RepeatSampler(
+        return PoolSampler(
             data_source=self.train_dataset if dataset is None else dataset,
             mini_repeat_count=1,
             batch_size=self._pool_size,
             repeat_count=self.num_iterations * self.args.steps_per_generation,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
+            epoch=lambda: int(self.state.epoch or 0),
         )
 
     # One generation batch
@@ -575,18 +576,34 @@ class TRACETrainer(GRPOTrainer):
         if self.predictor is not None:
             self.predictor.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
 
+    def _get_output_dir(self, trial):
+        return self._staging or super()._get_output_dir(trial)
+
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
-        if self.predictor_trainer is not None and self.args.should_save:
-            checkpoint = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            path = os.path.join(self._get_output_dir(trial=trial), checkpoint, TRAINING_STATE)
-            torch.save(self.predictor_trainer.state_dict(), path)
+        with checkpoints.staged(self, super()._get_output_dir(trial)) as (self._staging, checkpoint):
+            try:
+                super()._save_checkpoint(model, trial)
+                if not self.args.save_only_model:
+                    checkpoints.save_state(self, checkpoint)
+            finally:
+                self._staging = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(os.path.join(super()._get_output_dir(trial), os.path.basename(checkpoint)))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # Asked for while the checkpoint is being written: pushed when it lies where it belongs
+        if self._staging is None and hub.will_push(self):
+            hub.bring_head(checkpoint_folder, self.args.output_dir)
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            model_card.add_section(os.path.join(self.args.output_dir, "README.md"), self)
+            if self.args.log_trees and self.hub_model_id is not None:
+                hub.keep_trees_local(self.args.output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.predictor_trainer is None:
-            return
-        path = os.path.join(checkpoint, TRAINING_STATE)
-        if os.path.exists(path):
-            self.predictor.load_state_dict(SuccessPredictor.from_pretrained(checkpoint).state_dict())
-            self.predictor_trainer.load_state_dict(torch.load(path, weights_only=True))
+        if checkpoint is not None:
+            checkpoints.load_state(self, checkpoint)

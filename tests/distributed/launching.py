@@ -1,0 +1,115 @@
+"""Starting several processes, and reading what they wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def command_of(launcher: str, *arguments: str, script: str | Path = WORKER) -> list[str]:
+    """A command that runs a script in two processes, or in one.
+
+    Args:
+        launcher: name of a file in accelerate_configs/, `"ddp"` for torchrun, `"one"` for a single process.
+    """
+    if launcher == "one":
+        return [sys.executable, str(script), *arguments]
+    if launcher == "ddp":
+        # `accelerate launch` starts one process where there is no accelerator
+        start = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    else:
+        config = ROOT / "accelerate_configs" / f"{launcher}.yaml"
+        start = ["accelerate.commands.launch", "--config_file", str(config), "--main_process_port", str(free_port())]
+    return [sys.executable, "-m", *start, str(script), *arguments]
+
+
+def worker_arguments(out: Path, jobs: list[dict[str, Any]]) -> list[str]:
+    return [str(out), json.dumps(jobs)]
+
+
+def environment() -> dict[str, str]:
+    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, **quiet, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = 300, ok: bool = True) -> str:
+    """Runs the worker on some jobs, to its end, and returns what it printed.
+
+    Raises:
+        AssertionError: if it fails, with the end of its output; with `ok=False`, if it does not.
+    """
+    process = subprocess.Popen(
+        command_of(launcher, *worker_arguments(out, list(jobs))),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        kill(process)
+        raise
+    assert (process.returncode == 0) == ok, f"exit status {process.returncode}\n{output[-6000:]}"
+    return output
+
+
+def family(process: subprocess.Popen) -> list[psutil.Process]:
+    """A launcher and the processes it started, which are in sessions of their own."""
+    launcher = psutil.Process(process.pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def kill(process: subprocess.Popen, everyone: list[psutil.Process] | None = None) -> None:
+    """Ends a launcher and the processes it started, all at once."""
+    for member in everyone or family(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def results(out: Path, name: str) -> list[dict[str, Any]]:
+    """What each process wrote."""
+    return [json.loads(path.read_text()) for path in sorted(out.glob(f"{name}.*.json"))]
+
+
+def forests(out: Path, name: str) -> list[list[list]]:
+    """The trees of each process's generations."""
+    return [
+        [pickle.loads(generation) for generation in pickle.loads(path.read_bytes())]
+        for path in sorted(out.glob(f"{name}.*.trees"))
+    ]
+
+
+def policy(out: Path, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(out / f"{name}.policy", weights_only=True)
+
+
+def head(out: Path, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(out / f"{name}.head", weights_only=True)
+
+
+def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)

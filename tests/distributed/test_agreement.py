@@ -1,0 +1,79 @@
+"""What two processes share: pool and allocation, errors, and the duty to fill a batch."""
+
+import json
+import time
+
+import pytest
+from launching import launch, results
+
+
+pytestmark = pytest.mark.distributed
+
+
+ALLOCATIONS = ("active", "pcl", "uniform")
+
+
+@pytest.fixture(scope="module")
+def allocated(tmp_path_factory):
+    out = tmp_path_factory.mktemp("allocated")
+    for launcher, size in (("one", 8), ("ddp", 4)):
+        jobs = [
+            {
+                "task": "allocate",
+                "name": f"{launcher}-{allocation}",
+                "root_allocation": allocation,
+                "per_device_train_batch_size": size,
+            }
+            for allocation in ALLOCATIONS
+        ]
+        launch(launcher, out, *jobs)
+    return out
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+def test_one_and_two_processes_draw_the_same_pool_and_allocate_alike(allocated, allocation):
+    found = []
+    for launcher in ("one", "ddp"):
+        processes = results(allocated, f"{launcher}-{allocation}")
+        pools = [sum(parts, []) for parts in zip(*(p["pools"] for p in processes), strict=True)]
+        budgets = [
+            {index: count for part in parts for index, count in part["budgets"].items()}
+            for parts in zip(*(p["generations"] for p in processes), strict=True)
+        ]
+        found.append((pools, budgets))
+    assert found[0] == found[1]
+    pools, budgets = found[0]
+    assert len(pools) == 3 and pools[0] != pools[1]
+    assert all(sum(budget.values()) == 8 for budget in budgets)
+
+
+@pytest.mark.parametrize("launcher", ["ddp", "zero3_cpu"])
+def test_a_process_without_eligible_prefixes_fills_its_leaves(launcher, tmp_path):
+    launch(launcher, tmp_path, {"task": "unlucky", "name": "run"})
+    lucky, unlucky = results(tmp_path, "run")
+    assert lucky["failed"] == unlucky["failed"] == []
+    assert len(lucky["kinds"]) == len(unlucky["kinds"]) == 2 * 12
+    assert lucky["kinds"].count("continuation") == 2 * 8
+    assert unlucky["kinds"].count("extra") == 2 * 8 and "continuation" not in unlucky["kinds"]
+
+
+@pytest.mark.parametrize(("launcher", "place"), [("zero3_cpu", "reset"), ("zero3_cpu", "reward"), ("ddp", "reward")])
+def test_an_error_on_one_process_ends_both_with_that_error(launcher, place, tmp_path):
+    launch(launcher, tmp_path, {"task": "failing", "name": place}, ok=False, timeout=120)
+    ended = time.time()
+    raised = float((tmp_path / "raised").read_text())
+    other, own = results(tmp_path, "error")
+    assert own["error"] == f"Broken: broken by {place}"
+    assert "Process 1 failed" in other["error"] and f"Broken: broken by {place}" in other["error"]
+    assert max(other["time"], own["time"], ended) - raised < 10
+
+
+@pytest.mark.parametrize("place", ["generation", "prefixes"])
+def test_an_error_within_a_call_of_all_processes_ends_all(place, tmp_path):
+    """The other process is in that call, and can't be told: it is ended by the launcher."""
+    output = launch("zero3_cpu", tmp_path, {"task": "failing", "name": place}, ok=False, timeout=120)
+    assert time.time() - float((tmp_path / "raised").read_text()) < 10
+    assert f"Broken: broken by {place}" in output
+    # The other may tell of the lost connection before it is ended
+    own = json.loads((tmp_path / "error.1.json").read_text())
+    assert own["error"] == f"Broken: broken by {place}"

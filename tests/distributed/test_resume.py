@@ -1,0 +1,129 @@
+"""Six steps at once are three, a new start from the checkpoint, and three more."""
+
+import json
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import (
+    ROOT,
+    command_of,
+    environment,
+    family,
+    head,
+    kill,
+    largest_difference,
+    launch,
+    policy,
+    results,
+    worker_arguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+
+pytestmark = pytest.mark.distributed
+
+# Numbers that tell how long something took
+TIMES = ("time", "runtime", "per_second", "seconds", "total_flos")
+
+
+def comparable(logs, first_step):
+    return [
+        {key: value for key, value in entry.items() if not any(part in key for part in TIMES)}
+        for entry in logs
+        if "loss" in entry and entry["step"] >= first_step
+    ]
+
+
+def assert_close(first, second):
+    assert len(first) == len(second) > 0
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value == pytest.approx(other[key], abs=1e-6, nan_ok=True), key
+
+
+# Where a generation lasts two steps, step 3 lies in the middle of one
+BATCHES = {
+    "at a generation's end": {},
+    "inside a generation": {"gradient_accumulation_steps": 3, "steps_per_generation": 6},
+}
+
+
+KINDS = [(batch, lora) for batch in BATCHES for lora in (False, True)]
+
+
+@pytest.fixture(scope="module", params=["one", "zero3_cpu"])
+def played(request, tmp_path_factory):
+    """Every kind of run at once, and from its checkpoint."""
+    out = tmp_path_factory.mktemp(request.param)
+    jobs = []
+    for batch, lora in KINDS:
+        job = {"task": "train", "folder": f"{batch} {lora}", "lora": lora, "weight_decay": 0.01, **BATCHES[batch]}
+        job["shuffle_dataset"] = True  # the six steps take two epochs
+        jobs.append(job | {"max_steps": 6, "save_strategy": "steps", "save_steps": 3})
+    launch(request.param, out, *[job | {"name": f"six {job['folder']}"} for job in jobs])
+    launch(request.param, out, *[job | {"name": f"three {job['folder']}", "resume": "checkpoint-3"} for job in jobs])
+    return out
+
+
+@pytest.mark.parametrize(("batch", "lora"), KINDS)
+def test_three_and_three_are_six(played, batch, lora):
+    six, three = (f"{name} {batch} {lora}" for name in ("six", "three"))
+    for one, other in zip(results(played, six), results(played, three), strict=True):
+        assert_close(comparable(one["logs"], 4), comparable(other["logs"], 4))
+        assert len(other["generations"]) == (1 if batch == "inside a generation" else 3)
+    assert largest_difference(policy(played, six), policy(played, three)) <= 1e-6
+    assert largest_difference(head(played, six), head(played, three)) <= 1e-6
+
+
+def stopped_while_saving(run: Path, command: list[str], wait: float) -> None:
+    """Starts a run and kills it some time after it has begun to write a checkpoint, counting from the last one."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    before = get_last_checkpoint(str(run)) if run.exists() else None
+    everyone: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    # One checkpoint is whole before the run is killed, so that there is progress
+    while process.poll() is None and time.monotonic() < deadline:
+        saving = run / "_saving"
+        if run.exists() and get_last_checkpoint(str(run)) != before:
+            # Looked up before it counts: a save is over in some hundredths of a second
+            everyone = everyone or family(process)
+            if saving.exists():
+                break
+    time.sleep(wait)
+    kill(process, everyone)
+
+
+@pytest.mark.parametrize(("launcher", "kills"), [("one", 10), ("zero3_cpu", 3)])
+def test_a_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(launcher, kills, tmp_path):
+    """Every kill comes at a random moment of a save; every start finds the last checkpoint."""
+    run, moments = tmp_path / "run", random.Random(7)
+    job = {"task": "train", "name": "run", "resume": "last", "max_steps": 90, "save_strategy": "steps"}
+    job |= {"save_steps": 1, "save_total_limit": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 3}
+    cut, last = 0, 0
+    for _ in range(kills):
+        command = command_of(launcher, *worker_arguments(tmp_path, [job]))
+        stopped_while_saving(run, command, wait=moments.uniform(0, 0.05))
+        whole = get_last_checkpoint(str(run))
+        assert whole is not None
+        step = json.loads((Path(whole) / "trainer_state.json").read_text())["global_step"]
+        assert whole.endswith(f"checkpoint-{step}")
+        assert step > last  # a start that did not find the checkpoint would begin anew
+        last = step
+        cut += (run / "_saving").exists()
+    assert cut > 0  # else no kill came while a checkpoint was being written
+    launch(launcher, tmp_path, job | {"max_steps": last + 1})
+    for result in results(tmp_path, "run"):
+        logged = [entry["step"] for entry in result["logs"] if "loss" in entry]
+        assert logged == list(range(1, last + 2))  # those of the checkpoint, and one more
+    assert not (run / "_saving").exists()

@@ -1,0 +1,102 @@
+"""Two processes that need different numbers of rounds: ZeRO-3 and DDP train as one process does on the same trees."""
+
+import functools
+import math
+
+import pytest
+from launching import forests, largest_difference, launch, policy, results
+
+from trace_trl import selftest
+from trace_trl.engine import Stats
+
+
+pytestmark = pytest.mark.distributed
+
+SEEDS = range(20)
+DDP_SEEDS = range(6)  # nothing is gathered for a forward pass there
+RUNS = [(mode, seed) for mode in ("gather", "no-gather") for seed in SEEDS] + [("ddp", seed) for seed in DDP_SEEDS]
+STEPS = 2
+
+
+@functools.cache
+def trained(mode, folder):
+    """All schedules of a mode, trained by two processes one after the other."""
+    out = folder / mode
+    out.mkdir()
+    options = {"task": "schedule", "max_steps": STEPS, "ds3_gather_for_generation": mode != "no-gather"}
+    seeds = DDP_SEEDS if mode == "ddp" else SEEDS
+    jobs = [{"name": f"schedule-{seed}", "seed": seed, **options} for seed in seeds]
+    launch("ddp" if mode == "ddp" else "zero3_cpu", out, *jobs, timeout=600)
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("schedules")
+
+
+@pytest.mark.parametrize(("mode", "seed"), RUNS)
+def test_schedule_ends_well(folder, mode, seed):
+    both = results(trained(mode, folder), f"schedule-{seed}")
+    assert len(both) == 2
+    for result in both:
+        assert result["failed"] == []
+        assert result["seconds"] < 60
+        assert len(result["losses"]) == STEPS and all(map(math.isfinite, result["losses"]))
+    assert both[0]["head"] == both[1]["head"]
+
+
+def test_schedules_differ_between_processes(folder):
+    turns = [
+        tuple(generation["turns"] for generation in pair)
+        for seed in SEEDS
+        for pair in zip(
+            *(result["generations"] for result in results(trained("gather", folder), f"schedule-{seed}")), strict=True
+        )
+    ]
+    assert sum(first != second for first, second in turns) > len(turns) / 3
+    assert {count for pair in turns for count in pair} == {1, 2, 3, 4, 5}
+
+
+class Replay(selftest.ObservedTrainer):
+    """Trains on trees that were rolled out before."""
+
+    forests: list = []
+
+    def _roll_out_training(self, inputs):
+        trees = self.forests.pop(0)
+        for tree in trees:
+            tree.backup(self.args.value_backup)
+        self.values.learn(trees)
+        self.values.forget()
+        stats = Stats()
+        stats.seconds["total"] = 1.0
+        return trees, stats
+
+
+def merged(parts):
+    """The trees of all processes, those of one prompt joined at their root."""
+    trees = {}
+    for tree in (tree for part in parts for tree in part):
+        whole = trees.setdefault(tree.index, tree)
+        whole.remote = []
+        if whole is not tree:
+            for child in tree.root.children:
+                child.parent = whole.root
+                whole.root.children.append(child)
+    return list(trees.values())
+
+
+@pytest.mark.parametrize(("mode", "seed"), RUNS)
+def test_one_process_learns_the_same_from_the_same_trees(folder, mode, seed, tmp_path, monkeypatch):
+    out, name = trained(mode, folder), f"schedule-{seed}"
+    parts = forests(out, name)
+    monkeypatch.setattr(selftest, "ObservedTrainer", Replay)
+    args = selftest.make_args(str(tmp_path), seed=seed, max_steps=STEPS, per_device_train_batch_size=8)
+    trainer = selftest.make_trainer(args, results(out, name)[0]["turns"])
+    before = selftest.weights(trainer)
+    trainer.forests = [merged(generation) for generation in zip(*parts, strict=True)]
+    trainer.train()
+    after = selftest.weights(trainer)
+    assert largest_difference(before, after) > 1e-3
+    assert largest_difference(after, policy(out, name)) < 1e-5

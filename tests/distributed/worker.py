@@ -1,0 +1,193 @@
+"""
+What the processes of a distributed test run. Started by a launcher, or on its own for one process.
+
+    worker.py OUT JOBS
+
+JOBS is a JSON list; each job names a task below, and its arguments. Starting processes takes longer than most jobs, so
+several are done one after the other. Each writes what the test looks at into the folder OUT, one file per process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers.trainer_utils import get_last_checkpoint
+
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+torch.set_num_threads(1)
+
+from trace_trl import selftest  # noqa: E402
+
+
+LIMIT = 60  # seconds of one schedule
+
+
+class RecordingTrainer(selftest.ObservedTrainer):
+    """Keeps pools, and the trees of every generation as they were when rows were made of them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.forests = []
+        self.pools = []
+
+    def _candidates(self, inputs):
+        candidates, episodes = super()._candidates(inputs)
+        self.pools.append([candidate.prompt for candidate in candidates])
+        return candidates, episodes
+
+    def _roll_out_training(self, inputs):
+        trees, stats = super()._roll_out_training(inputs)
+        self.forests.append(pickle.dumps(trees))
+        return trees, stats
+
+
+selftest.ObservedTrainer = RecordingTrainer  # type: ignore[misc]
+
+
+def make_trainer(out: Path, name: str, turns: list[int] | None, lora: bool = False, **options: Any):
+    args = selftest.make_args(str(out / name), **options)
+    if turns is None:
+        turns = selftest.draw_turns(args.seed, args.world_size, generations=3)
+    peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    return selftest.make_trainer(args, turns, peft_config=peft_config if lora else None)
+
+
+def write(out: Path, name: str, trainer: RecordingTrainer, **more: Any) -> None:
+    """One JSON file per process, its trees, and on the first process the policy's weights."""
+    policy = selftest.weights(trainer)
+    process = trainer.args.process_index
+    checks = selftest.checks_of(trainer)
+    result = {
+        "failed": [f"{check.name}: {check.detail}" for check in checks if not check.passed],
+        "logs": trainer.state.log_history,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "head": selftest.fingerprint(trainer.predictor.state_dict()),
+        "generations": trainer.generations,
+        "pools": trainer.pools,
+        "turns": list(trainer.train_dataset["turns"]),
+        **more,
+    }
+    (out / f"{name}.{process}.json").write_text(json.dumps(result))
+    with open(out / f"{name}.{process}.trees", "wb") as file:
+        pickle.dump(trainer.forests, file)
+    if process == 0:
+        torch.save(policy, out / f"{name}.policy")
+        torch.save(trainer.predictor.state_dict(), out / f"{name}.head")
+
+
+def schedule(out: Path, name: str, **options: Any) -> None:
+    """Trains on random schedules, for a minute at most."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    started = time.monotonic()
+    trainer = make_trainer(out, name, None, **options)
+    trainer.train()
+    write(out, name, trainer, seconds=time.monotonic() - started)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def train(
+    out: Path,
+    name: str,
+    folder: str | None = None,
+    resume: str | None = None,
+    save_to: str | None = None,
+    **options: Any,
+) -> None:
+    """
+    Args:
+        folder: output folder, where it is not that of `name`.
+        resume: checkpoint in it to go on from; `"last"` for the last one if there is any.
+        save_to: folder to save the model in.
+    """
+    trainer = make_trainer(out, folder or name, None, **options)
+    output_dir = trainer.args.output_dir
+    if resume == "last":
+        resume = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    elif resume is not None:
+        resume = os.path.join(output_dir, resume)
+    trainer.train(resume_from_checkpoint=resume)
+    if save_to is not None:
+        trainer.save_model(str(out / save_to))
+    write(out, name, trainer)
+
+
+def allocate(out: Path, name: str, **options: Any) -> None:
+    """Generates with weights that stay as they are, and a head that tells prompts apart."""
+    fixed = {"learning_rate": 0.0, "train_predictor": False, "shuffle_dataset": True}
+    turns = [1 + number % 5 for number in range(12 * selftest.PROMPTS)]
+    trainer = make_trainer(out, name, turns, **fixed, **options)
+    if trainer.predictor is not None:
+        output = trainer.predictor.output.weight
+        with torch.no_grad():
+            output.copy_(20 * torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+    trainer.train()
+    process = trainer.args.process_index
+    result = {"pools": trainer.pools, "generations": trainer.generations}
+    (out / f"{name}.{process}.json").write_text(json.dumps(result))
+
+
+def unlucky(out: Path, name: str, **options: Any) -> None:
+    """The second process's prompts are answered at once: they have no prefix to continue from."""
+    trainer = make_trainer(out, name, [5, 5, 1, 1], root_allocation="uniform", max_steps=2, **options)
+    trainer.train()
+    trees = [tree for generation in trainer.forests for tree in pickle.loads(generation)]
+    write(out, name, trainer, kinds=[leaf.leaf.kind for tree in trees for leaf in tree.leaves()])
+
+
+class Broken(Exception):
+    pass
+
+
+def failing(out: Path, name: str) -> None:
+    """Something raises on the second process only, in its second generation."""
+    trainer = make_trainer(out, name, [1, 2, 3, 4] * 8, max_steps=6)
+    process = trainer.args.process_index
+
+    def broken(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if trainer.state.global_step and process == 1:
+                (out / "raised").write_text(str(time.time()))
+                raise Broken(f"broken by {name}")
+            return function(*args, **kwargs)
+
+        return call
+
+    owner, method = {
+        "reset": (trainer._engine.environment, "reset"),
+        "reward": (trainer.scorer, "_rewards"),
+        "generation": (trainer._engine, "generate"),
+        "prefixes": (trainer._engine, "predict"),
+    }[name]
+    setattr(owner, method, broken(getattr(owner, method)))
+    try:
+        trainer.train()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        (out / f"error.{process}.json").write_text(json.dumps({"error": text, "time": time.time()}))
+        time.sleep(1)  # the launcher ends both when the first has ended
+        raise
+
+
+TASKS = {function.__name__: function for function in (schedule, train, allocate, unlucky, failing)}
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    for job in json.loads(sys.argv[2]):
+        TASKS[job.pop("task")](out, **job)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

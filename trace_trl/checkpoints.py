@@ -1,0 +1,145 @@
+"""
+Checkpoints that continue exactly, and that are there only once they are whole.
+
+transformers writes a checkpoint file by file into `checkpoint-N`, so a run that is killed meanwhile leaves a folder
+that looks like a checkpoint and is none. Here all processes write into `_saving/checkpoint-N`, and the folder is moved
+to its place when the last of them is done.
+
+What transformers does not keep, every process writes beside it: its place in the generation batch, the rows that are
+still to be trained, metrics that were not logged yet, and the predictor's optimizer and anchors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from .predictor import HEAD_CONFIG, SuccessPredictor
+
+
+logger = logging.getLogger(__name__)
+
+STAGING = "_saving"  # what begins with an underscore is not pushed to the Hub
+TRAINER_STATE = "trainer_state.json"
+
+
+def state_file(process_index: int) -> str:
+    return f"trace_state_{process_index}.pt"
+
+
+@contextmanager
+def staged(trainer: Any, run_dir: str) -> Iterator[tuple[str, str]]:
+    """While this is open, `checkpoint-N` is written; then it is moved to where it belongs. Called by all processes.
+
+    Args:
+        trainer (`TRACETrainer`): gives the step, the processes and the limit of checkpoints.
+        run_dir (`str`): folder that holds the checkpoints.
+
+    Yields:
+        The folder to write checkpoints into, and the one of this checkpoint in it.
+    """
+    accelerator, args, state = trainer.accelerator, trainer.args, trainer.state
+    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    staging = os.path.join(run_dir, STAGING)
+    path, final = os.path.join(staging, name), os.path.join(run_dir, name)
+    if accelerator.is_local_main_process:
+        shutil.rmtree(staging, ignore_errors=True)  # what a killed run left
+    accelerator.wait_for_everyone()
+    yield staging, path
+    if state.best_model_checkpoint == path:
+        _set_best(state, final, path if args.should_save else None)
+    accelerator.wait_for_everyone()
+    if accelerator.is_local_main_process:
+        _move(path, final, aside=os.path.join(staging, f"replaced-{name}"))
+    accelerator.wait_for_everyone()
+    if args.should_save:
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=args.save_total_limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def _set_best(state: TrainerState, final: str, written: str | None) -> None:
+    state.best_model_checkpoint = final
+    if written is not None:
+        state.save_to_json(os.path.join(written, TRAINER_STATE))
+
+
+def _move(path: str, final: str, aside: str) -> None:
+    # Where nodes share the folder, one of them moves it, and the others find it moved
+    if not os.path.isdir(path):
+        return
+    try:
+        if os.path.isdir(final):  # a run that goes on from an earlier checkpoint comes to the same step again
+            os.rename(final, aside)
+        os.rename(path, final)
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    except FileNotFoundError:
+        if not os.path.isdir(final):
+            raise
+
+
+def save_state(trainer: Any, checkpoint: str) -> None:
+    """Writes what this process needs to go on exactly. Called by every process."""
+    args, predictor_trainer = trainer.args, trainer.predictor_trainer
+    generate_every = args.steps_per_generation * trainer.num_iterations
+    # Where the next step generates, the old rows are not needed
+    is_trained = trainer._step % generate_every == 0
+    state = {
+        "processes": args.world_size,
+        "step": trainer._step,
+        "rows": None if is_trained else send_to_device(trainer._buffered_inputs, "cpu"),
+        "metrics": {
+            mode: {key: [float(value) for value in values] for key, values in metrics.items()}
+            for mode, metrics in trainer._metrics.items()
+        },
+        "predictor": None if predictor_trainer is None else predictor_trainer.state_dict(),
+    }
+    os.makedirs(checkpoint, exist_ok=True)
+    torch.save(state, os.path.join(checkpoint, state_file(args.process_index)))
+
+
+def load_state(trainer: Any, checkpoint: str) -> None:
+    """Brings a process to where [`save_state`] found it. Called by every process.
+
+    A checkpoint of plain GRPO has no such state, and training goes on from it as in TRL. One of another number of
+    processes gives the value head and its optimizer; the generation batch starts anew.
+    """
+    process, processes = trainer.args.process_index, trainer.args.world_size
+    predictor_trainer = trainer.predictor_trainer
+    if predictor_trainer is not None and os.path.exists(os.path.join(checkpoint, HEAD_CONFIG)):
+        trainer.predictor.load_state_dict(SuccessPredictor.from_pretrained(checkpoint).state_dict())
+    paths = [os.path.join(checkpoint, state_file(index)) for index in (process, 0)]
+    path = next((path for path in paths if os.path.exists(path)), None)
+    if path is None:
+        logger.warning(
+            f"{checkpoint} holds no {state_file(0)}: it was not saved by TRACETrainer, or without its optimizer. The "
+            "predictor's training and the generation batch start anew."
+        )
+        return
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    same = state["processes"] == processes
+    if not same:
+        logger.warning(
+            f"{checkpoint} was saved by {state['processes']} processes and is continued by {processes}: the "
+            "generation batch and the predictor's anchors start anew."
+        )
+    if predictor_trainer is not None and state["predictor"] is not None:
+        predictor_trainer.load_state_dict(state["predictor"], with_anchors=same)
+    if same:
+        trainer._step = state["step"]
+        trainer._buffered_inputs = send_to_device(state["rows"], trainer.accelerator.device)
+        for mode, metrics in state["metrics"].items():
+            trainer._metrics[mode].clear()
+            trainer._metrics[mode].update(metrics)
