@@ -222,9 +222,12 @@ def test_dataset_with_fewer_rows_than_processes(monkeypatch, tmp_path):
     says(error, "1 rows for 4 processes", "at least one")
 
 
-def test_options_of_trl_are_refused_by_trl():
+def test_case_33_auto_find_batch_size():
     with pytest.raises(ValueError, match="auto_find_batch_size is not supported .* Set auto_find_batch_size=False"):
         config(auto_find_batch_size=True)
+
+
+def test_options_of_trl_are_refused_by_trl():
     with pytest.raises(ValueError, match=r"generation_batch_size \(20\) must be divisible by num_generations \(8\)"):
         config(generation_batch_size=20, per_device_train_batch_size=4)
     with pytest.raises(ValueError, match="can not be both configured"):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from toys import few_words, make_model, make_tokenizer, make_trainer, usual
 from trace_trl import StepResult
@@ -256,7 +257,7 @@ def test_case_13_the_predictors_loss_reaches_no_policy_weight(tmp_path):
 
 
 @pytest.mark.parametrize("kwargs", [{}, LORA | CHECKPOINTING], ids=["plain", "lora-checkpointing"])
-def test_the_policy_trains_alike_with_and_without_a_predictor(tmp_path, kwargs):
+def test_case_34_the_policy_trains_alike_with_and_without_a_predictor(tmp_path, kwargs):
     """With real sampling: not one random number is drawn for the predictor from where sampling draws its own."""
     weights, completions = [], []
     for train_predictor in (None, True):
@@ -345,7 +346,7 @@ def test_training_goes_on_where_a_saved_state_left_it():
         assert torch.equal(second.predictor.state_dict()[name], weight)
 
 
-def test_a_trainers_checkpoint_holds_the_head(tmp_path):
+def test_case_35_a_trainers_checkpoint_holds_the_head(tmp_path):
     trainer = predicting_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     trainer.train()
     states = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
@@ -353,6 +354,8 @@ def test_a_trainers_checkpoint_holds_the_head(tmp_path):
     for folder in ("checkpoint-2", "final"):
         loaded = SuccessPredictor.from_pretrained(os.path.join(tmp_path, folder))
         assert torch.equal(loaded(states), trainer.predictor(states))
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32).state_dict()
+        assert all(torch.equal(plain[name], weight) for name, weight in trainer.model.state_dict().items())
     assert not (trainer.predictor(states) == 0.5).any()
 
 
