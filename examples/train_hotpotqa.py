@@ -132,18 +132,21 @@ class AnswerF1:
     """
     Reward function: token F1 of the answer in the final state, 0 where the episode ended without one.
 
-    It keeps what it scored, so that the answers of an evaluation can be given to the `evaluate` metrics afterwards.
+    It keeps the last answer to each question, so that those of an evaluation can be given to the `evaluate` metrics
+    afterwards.
     """
 
     __name__ = "answer_f1"
 
     def __init__(self):
-        self.scored: list[tuple[str, str]] = []
+        self.answers: dict[str, tuple[str, str]] = {}
 
-    def __call__(self, environments: Sequence, answer: Sequence[str], **kwargs) -> list[float]:
-        predictions = [state.answer or "" for state in environments]
-        self.scored += zip(predictions, answer, strict=True)
-        return [f1_score(*pair) for pair in zip(predictions, answer, strict=True)]
+    def __call__(
+        self, environments: Sequence, question: Sequence[str], answer: Sequence[str], **kwargs
+    ) -> list[float]:
+        pairs = [(state.answer or "", gold) for state, gold in zip(environments, answer, strict=True)]
+        self.answers.update(zip(question, pairs, strict=True))
+        return [f1_score(*pair) for pair in pairs]
 
 
 def make_dataset(rows: Sequence[dict] | Dataset) -> Dataset:
@@ -196,10 +199,11 @@ def load_model(script_args: HotpotQAScriptArguments, training_args: TRACEConfig,
 
 def evaluate_policy(trainer: TRACETrainer, reward: AnswerF1, metrics: Sequence) -> dict[str, float]:
     """`trainer.evaluate()`, and the metrics of the answers it led to."""
-    reward.scored.clear()
+    reward.answers.clear()
     logged = trainer.evaluate()
-    scored = gather_object(list(reward.scored))
-    predictions, references = zip(*scored, strict=True)
+    # By question: with several processes, a last batch that is not full is filled up with rows of the first
+    answers = dict(gather_object(list(reward.answers.items())))
+    predictions, references = zip(*answers.values(), strict=True)
     results = {
         "reward": logged["eval_reward"],
         "success rate": logged["eval_success_rate"],

@@ -50,7 +50,7 @@ def observe(trainer) -> dict:
     from trace_trl.predictor import HiddenStates
 
     ids = trainer.processing_class(TEXT)["input_ids"]
-    reader = HiddenStates(trainer.model, pad_token_id=0, batch_size=1, context=nullcontext)
+    reader = HiddenStates(lambda: trainer.model, pad_token_id=0, batch_size=1, context=nullcontext)
     (states,) = reader.read([ids], [range(len(ids))])
     trainer.model.eval()
     with torch.no_grad():

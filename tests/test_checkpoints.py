@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from toys import few_words, length_reward, make_config, make_model, make_tokenizer, string_dataset
-from trace_trl import TRACETrainer
-from trace_trl.checkpoints import STAGING
+from trace_trl import SuccessPredictor, TRACETrainer
+from trace_trl.checkpoints import STAGING, load_state
 from trace_trl.pool import PoolSampler
 
 
@@ -213,6 +214,46 @@ def test_a_checkpoint_of_another_number_of_processes(tmp_path, caplog):
     assert saved[0]["step"] == state["predictor"]["optimizer"]["state"][0]["step"] > 0
     for name, weight in first.predictor.state_dict().items():
         assert torch.equal(weight, second.predictor.state_dict()[name])
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_checkpoint_that_lost_a_process_is_refused(tmp_path, lost):
+    """Not with another process's rows in place of one's own."""
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-1"
+    state = torch.load(checkpoint / "trace_state_0.pt", weights_only=True) | {"processes": 2}
+    (checkpoint / "trace_state_0.pt").unlink()
+    torch.save(state, checkpoint / f"trace_state_{1 - lost}.pt")
+    # What process 0 tells: how many saved the file it read, and whether its own was missing
+    told = [0, 1] if lost == 0 else [2, 0]
+
+    class One:
+        args = SimpleNamespace(process_index=1, world_size=2)
+        predictor_trainer = None
+        _sync = SimpleNamespace(most=lambda number: max(number, told.pop(0)))
+
+    message = "saved by 2 processes, but not all of trace_state_0.pt to trace_state_1.pt"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_state(One, str(checkpoint))
+
+
+def test_the_best_model_comes_with_its_head(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=2)
+    trainer.train()
+    last = trainer.predictor.state_dict()["output.bias"].clone()
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    trainer._load_best_model()
+    best = SuccessPredictor.from_pretrained(str(tmp_path / "checkpoint-1")).state_dict()
+    assert all(torch.equal(weight, best[name]) for name, weight in trainer.predictor.state_dict().items())
+    assert not torch.equal(last, best["output.bias"])
+
+
+def test_a_checkpoint_holds_no_more_anchors_than_are_kept(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=4, predictor_buffer_size=1)
+    trainer.train()
+    buffer = trainer.predictor_trainer.buffer
+    assert buffer.features.untyped_storage().nbytes() == buffer.features.nbytes
 
 
 def test_weights_only_checkpoints_are_possible(tmp_path):

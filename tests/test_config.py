@@ -83,6 +83,38 @@ def test_every_process_gets_as_much(monkeypatch, processes, options, budget, poo
     assert args.candidate_pool_size % processes == 0
 
 
+def test_dapo_splits_no_group_between_processes(monkeypatch):
+    options = dict(root_allocation="dapo", continuations_per_root=0, num_generations=4, per_device_train_batch_size=2)
+    config(**options, generation_batch_size=12)
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: 2))
+    config(**options, generation_batch_size=16)
+    with pytest.raises(ValueError, match="replaces whole groups.* `generation_batch_size` to a multiple of 8"):
+        config(**options, generation_batch_size=12)
+
+
+@pytest.mark.parametrize(
+    ("options", "processes", "fits"),
+    [
+        (dict(generation_batch_size=48, num_generations=8), 4, True),
+        (dict(generation_batch_size=24, num_generations=4), 8, False),  # one rollout each
+        (
+            dict(generation_batch_size=36, num_generations=2, max_rollouts_per_root=2, per_device_train_batch_size=4),
+            4,
+            False,
+        ),  # three each, in pairs
+    ],
+)
+def test_a_processs_own_part_of_the_budget(options, processes, fits):
+    args = config(**options, continuations_per_root=2)
+    if fits:
+        args.check_parts(processes)
+    else:
+        with pytest.raises(
+            ValueError, match="Without a `train_dataset`, each of the .* raise `generation_batch_size`"
+        ):
+            args.check_parts(processes)
+
+
 def test_defaults_of_the_budget():
     args = config(generation_batch_size=24, num_generations=4, per_device_train_batch_size=4)
     assert args.continuations_per_root == 2

@@ -19,6 +19,11 @@ def test_options_page_lists_every_option_with_its_default():
     assert {name: eval(default) for name, default in rows} == own
 
 
+def test_no_page_has_gaps():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"@@|TODO|TBD", page.read_text()), page.name
+
+
 def test_links_between_pages_lead_somewhere():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     for page in pages:

@@ -502,6 +502,9 @@ def test_case_16_rewards_of_four_leaves(tmp_path, turns):
     assert advantages[:, 0].sum().item() == pytest.approx(0.0, abs=1e-6)
 
 
+NAN = float("nan")
+
+
 def unscored(values):
     """A reward function that gives each leaf, by the name of its last turn, one of `values`."""
 
@@ -511,8 +514,25 @@ def unscored(values):
     return reward
 
 
+@pytest.mark.parametrize("with_function", [False, True], ids=["env_step alone", "with a reward function"])
+def test_a_rollout_that_a_limit_ends_without_a_reward_has_failed(tmp_path, with_function):
+    """Else a policy that rambles would never be told; where a reward function can tell it, its answer stands."""
+
+    def ends(state, action, messages):
+        return StepResult(done=True, reward=None if action == "end 2" else 1.0)
+
+    kwargs = {"reward_funcs": [unscored({"end 1": 0.5, "end 2": 0.5, "end 3": 0.5})]} if with_function else {}
+    scripted = Scripted(
+        tmp_path, {"go": ["end 1", "end 2", "end 3|", "end 3"]}, [("go", 4, 0)], env_step=ends, **kwargs
+    )
+    scripted.batch()
+    rewards = [leaf.leaf.reward for leaf in scripted.trees[0].leaves()]
+    assert [leaf.leaf.truncated for leaf in scripted.trees[0].leaves()] == [False, False, True, False]
+    expected = [1.5, 0.5, 0.5, 1.5] if with_function else [1.0, NAN, 0.0, 1.0]
+    assert rewards == pytest.approx(expected, nan_ok=True)
+
+
 FOUR = {"go": ["end 1", "end 2", "end 3", "end 4"]}
-NAN = float("nan")
 
 
 @pytest.mark.parametrize("nothing", [None, NAN], ids=["None", "nan"])

@@ -312,7 +312,7 @@ def two_rewards():
     ],
     ids=["group", "batch", "none", "normalized", "truncated"],
 )
-def test_trees_without_branches_give_trls_advantages(tmp_path, kwargs):
+def test_trees_without_branches_give_trls_advantages(tmp_path, monkeypatch, kwargs):
     """TRL's own numbers stand where a setting is plain GRPO; those of the trees would be the same."""
     kwargs = kwargs | {
         "per_device_train_batch_size": 16,
@@ -324,7 +324,7 @@ def test_trees_without_branches_give_trls_advantages(tmp_path, kwargs):
     ours = {key: kwargs.pop(key) for key in ("advantage_estimator", "turn_weighting") if key in kwargs}
 
     def from_trees(trainer):
-        trainer._is_plain_grpo = lambda trees: False
+        monkeypatch.setattr(TRACETrainer, "_is_plain_grpo", False)
 
     _, seen, losses, gradients = run(TRACETrainer, tmp_path, string_dataset(), patch=from_trees, **kwargs, **ours)
     trl_trainer, trl_seen, trl_losses, trl_gradients = run(GRPOTrainer, tmp_path, string_dataset(), **kwargs)

@@ -156,7 +156,7 @@ def test_case_20_what_stands_there(tmp_path, kwargs):
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
 def test_hidden_states_of_unequal_sequences(lengths, batch_size):
     model = make_model()
-    reader = HiddenStates(model, TOKENIZER.pad_token_id, batch_size, nullcontext)
+    reader = HiddenStates(lambda: model, TOKENIZER.pad_token_id, batch_size, nullcontext)
     draw = random.Random(0)
     sequences = [[draw.randrange(9, 300) for _ in range(length)] for length in lengths]
     positions = [sorted(draw.sample(range(length), k=min(length, 2))) for length in lengths]
@@ -171,7 +171,7 @@ def test_hidden_states_of_unequal_sequences(lengths, batch_size):
 def test_processes_run_equally_many_passes():
     model, passes = make_model(), []
     model.register_forward_hook(lambda module, args, output: passes.append(1))
-    reader = HiddenStates(model, TOKENIZER.pad_token_id, 2, nullcontext, most=lambda count: count + 3)
+    reader = HiddenStates(lambda: model, TOKENIZER.pad_token_id, 2, nullcontext, most=lambda count: count + 3)
     assert len(reader.read([[1, 2], [3], [4]], [[0], [0], [0]])) == 3
     assert len(passes) == 2 + 3
     assert reader.read([], []) == [] and len(passes) == 5 + 3
@@ -211,7 +211,7 @@ def test_the_hook_is_there_during_value_passes_only(tmp_path):
 def test_the_hook_is_gone_after_an_error():
     model = make_model()
     model.train()
-    reader = HiddenStates(model, TOKENIZER.pad_token_id, 2, nullcontext)
+    reader = HiddenStates(lambda: model, TOKENIZER.pad_token_id, 2, nullcontext)
     with pytest.raises(IndexError):
         reader.read([[1, 2], [model.vocab_size + 5]], [[0], [0]])
     assert not decoder_of(model)._forward_hooks
@@ -228,7 +228,7 @@ def test_global_random_states_are_left_alone():
     before = random_states()
     predictor = SuccessPredictor(32, 16, seed=3)
     assert random_states() == before
-    states = HiddenStates(model, TOKENIZER.pad_token_id, 2, nullcontext).read([[5, 6, 7], [8]], [[0, 2], [0]])
+    states = HiddenStates(lambda: model, TOKENIZER.pad_token_id, 2, nullcontext).read([[5, 6, 7], [8]], [[0, 2], [0]])
     assert random_states() == before
     trainer = PredictorTrainer(predictor, batch_size=2)
     trainer.observe(torch.cat(states), [0.0, 1.0, 0.5])

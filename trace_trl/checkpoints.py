@@ -58,9 +58,11 @@ def staged(trainer: Any, run_dir: str) -> Iterator[tuple[str, str]]:
     if state.best_model_checkpoint == path:
         _set_best(state, final, path if args.should_save else None)
     accelerator.wait_for_everyone()
-    if accelerator.is_local_main_process:
-        _move(path, final, aside=os.path.join(staging, f"replaced-{name}"))
-    accelerator.wait_for_everyone()
+    # Where nodes share the folder, the first process moves it for all of them
+    for is_mine in (accelerator.is_main_process, accelerator.is_local_main_process):
+        if is_mine and os.path.isdir(path):
+            _move(path, final, aside=os.path.join(staging, f"replaced-{name}"))
+        accelerator.wait_for_everyone()
     if args.should_save:
         rotate_checkpoints(
             output_dir=run_dir,
@@ -77,17 +79,10 @@ def _set_best(state: TrainerState, final: str, written: str | None) -> None:
 
 
 def _move(path: str, final: str, aside: str) -> None:
-    # Where nodes share the folder, one of them moves it, and the others find it moved
-    if not os.path.isdir(path):
-        return
-    try:
-        if os.path.isdir(final):  # a run that goes on from an earlier checkpoint comes to the same step again
-            os.rename(final, aside)
-        os.rename(path, final)
-        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
-    except FileNotFoundError:
-        if not os.path.isdir(final):
-            raise
+    if os.path.isdir(final):  # a run that goes on from an earlier checkpoint comes to the same step again
+        os.rename(final, aside)
+    os.rename(path, final)
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
 
 
 def save_state(trainer: Any, checkpoint: str) -> None:
@@ -110,34 +105,51 @@ def save_state(trainer: Any, checkpoint: str) -> None:
     torch.save(state, os.path.join(checkpoint, state_file(args.process_index)))
 
 
+def load_head(predictor: SuccessPredictor, checkpoint: str) -> None:
+    """Loads the value head of a checkpoint, if it has one."""
+    if os.path.exists(os.path.join(checkpoint, HEAD_CONFIG)):
+        predictor.load_state_dict(SuccessPredictor.from_pretrained(checkpoint).state_dict())
+
+
 def load_state(trainer: Any, checkpoint: str) -> None:
-    """Brings a process to where [`save_state`] found it. Called by every process.
+    """Brings a process to where [`save_state`] found it. Called by all processes together.
 
     A checkpoint of plain GRPO has no such state, and training goes on from it as in TRL. One of another number of
     processes gives the value head and its optimizer; the generation batch starts anew.
+
+    Raises:
+        FileNotFoundError: on every process, if the state of some of them is missing.
     """
     process, processes = trainer.args.process_index, trainer.args.world_size
-    predictor_trainer = trainer.predictor_trainer
-    if predictor_trainer is not None and os.path.exists(os.path.join(checkpoint, HEAD_CONFIG)):
-        trainer.predictor.load_state_dict(SuccessPredictor.from_pretrained(checkpoint).state_dict())
+    predictor_trainer, most = trainer.predictor_trainer, trainer._sync.most
+    if predictor_trainer is not None:
+        load_head(trainer.predictor, checkpoint)
     paths = [os.path.join(checkpoint, state_file(index)) for index in (process, 0)]
     path = next((path for path in paths if os.path.exists(path)), None)
-    if path is None:
+    state = None if path is None else torch.load(path, map_location="cpu", weights_only=True)
+    # What follows is decided by all alike: one that generates while others train would wait for ever
+    saved_by = most(0 if state is None else state["processes"])
+    is_short = most(int(path != paths[0]))
+    if not saved_by:
         logger.warning(
             f"{checkpoint} holds no {state_file(0)}: it was not saved by TRACETrainer, or without its optimizer. The "
             "predictor's training and the generation batch start anew."
         )
         return
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    same = state["processes"] == processes
-    if not same:
+    if saved_by == processes and is_short:
+        raise FileNotFoundError(
+            f"{checkpoint} was saved by {processes} processes, but not all of {state_file(0)} to "
+            f"{state_file(processes - 1)} are there: copy those of every node into it, or delete them all to start "
+            "the predictor's training and the generation batch anew."
+        )
+    if saved_by != processes:
         logger.warning(
-            f"{checkpoint} was saved by {state['processes']} processes and is continued by {processes}: the "
+            f"{checkpoint} was saved by {saved_by} processes and is continued by {processes}: the "
             "generation batch and the predictor's anchors start anew."
         )
-    if predictor_trainer is not None and state["predictor"] is not None:
-        predictor_trainer.load_state_dict(state["predictor"], with_anchors=same)
-    if same:
+    if predictor_trainer is not None and state is not None and state["predictor"] is not None:
+        predictor_trainer.load_state_dict(state["predictor"], with_anchors=saved_by == processes)
+    if state is not None and saved_by == processes:
         trainer._step = state["step"]
         trainer._buffered_inputs = send_to_device(state["rows"], trainer.accelerator.device)
         for mode, metrics in state["metrics"].items():

@@ -83,9 +83,10 @@ class TRACEConfig(GRPOConfig):
         predictor_passes (`int`, *optional*, defaults to `4`):
             Mini-batches the value head is trained on at every optimizer step.
         predictor_batch_size (`int`, *optional*, defaults to `256`):
-            Anchors in one of these mini-batches.
+            Anchors in one of these mini-batches, over all processes.
         predictor_buffer_size (`int`, *optional*, defaults to `4096`):
-            Anchors kept for training: those of the last generation, then the most recent earlier ones.
+            Anchors kept for training, over all processes: those of the last generation, then the most recent earlier
+            ones.
 
         > Parameters that control the environment
 
@@ -189,11 +190,11 @@ class TRACEConfig(GRPOConfig):
     )
     predictor_batch_size: int = field(
         default=256,
-        metadata={"help": "Anchors in one mini-batch of the value head."},
+        metadata={"help": "Anchors in one mini-batch of the value head, over all processes."},
     )
     predictor_buffer_size: int = field(
         default=4096,
-        metadata={"help": "Anchors kept for training the value head."},
+        metadata={"help": "Anchors kept for training the value head, over all processes."},
     )
 
     # Parameters that control the environment
@@ -270,6 +271,17 @@ class TRACEConfig(GRPOConfig):
                 f"max_rollouts_per_root={self.max_rollouts_per_root}: raise `max_rollouts_per_root` to at least "
                 f"{-(-self.rollout_budget // pool)}, raise `candidate_pool_factor` (and the number of dataset rows), "
                 "or lower `generation_batch_size`."
+            )
+
+    def check_parts(self, parts: int) -> None:
+        """Raises `ValueError` if the rollout budget can't be allocated in equal parts of the pool, one a process, as
+        where each process makes its own tasks up."""
+        budget, pool = self.rollout_budget // parts, self.candidate_pool_size // parts
+        if budget < 2 or (self._most == 2 and budget % 2) or pool * self._most < budget:
+            raise ValueError(
+                f"Without a `train_dataset`, each of the {parts} process(es) allocates its own {budget} of the "
+                f"M={self.rollout_budget} bare rollouts to its own {pool} candidate(s), at least 2 and at most "
+                f"max_rollouts_per_root={self._most} to one: raise `generation_batch_size` or `max_rollouts_per_root`."
             )
 
     def _check_choices(self) -> None:
@@ -379,6 +391,13 @@ class TRACEConfig(GRPOConfig):
                 f"process(es), M >= 2: set {', or '.join(remedies) or '`max_rollouts_per_root` to a larger number'}."
             )
         self.check_pool(self.candidate_pool_size)
+        if self.root_allocation == "dapo" and self.rollout_budget // self.world_size % self.rollouts_per_group:
+            raise ValueError(
+                f"root_allocation='dapo' replaces whole groups, but the {self.rollout_budget // self.world_size} bare "
+                f"rollouts of each of the {self.world_size} process(es) are no multiple of the "
+                f"{self.rollouts_per_group} of a group: set `generation_batch_size` to a multiple of "
+                f"{self.rollouts_per_group * self._group * self.world_size}."
+            )
         if self._most == 2 and self.rollout_budget % 2:
             raise ValueError(
                 f"M={self.rollout_budget} bare rollouts can't be split into pairs with max_rollouts_per_root=2: set "

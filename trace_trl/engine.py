@@ -150,6 +150,8 @@ class TreeRolloutEngine:
         score (`Callable[[list[tuple[RolloutTree, Turn]]], None]`): fills `reward`, `rewards`, `success` of leaves.
             Called with each leaf exactly once, several leaves at a time.
         limits (`Limits`): where an episode ends.
+        score_together (`bool`): whether all processes must call `score` together, with no leaves where a process has
+            none (a reward model that is sharded).
         predict (`Callable`, *optional*): `predict(leaves)` writes `value` into the prefixes of these leaves' paths.
             Called by all processes together. Needed by `prefix_allocation="active"`.
         prefix_allocation (`str`): name of an allocator of `allocation.py`.
@@ -170,6 +172,7 @@ class TreeRolloutEngine:
         environment: Environment,
         score: Callable[[list[tuple[RolloutTree, Turn]]], None],
         limits: Limits,
+        score_together: bool = False,
         predict: Callable[[list[Turn]], None] | None = None,
         prefix_allocation: str = "active",
         is_mixed: Callable[[RolloutTree], bool] | None = None,
@@ -183,6 +186,7 @@ class TreeRolloutEngine:
         self.codec = codec
         self.environment = environment
         self.score = score
+        self.score_together = score_together
         self.limits = limits
         self.predict = predict
         self.prefix_allocation = prefix_allocation
@@ -324,11 +328,11 @@ class _Run:
                 break
             error = self._attempt(self._play_turn)
             self.engine.sync.check(error)
-            error = self._attempt(self._score_ready)
+            error = self._score_all(self._ready())
             self.engine.sync.check(error)
             error = self._expand_ready()
-        error = self._attempt(self._finish)
-        self.engine.sync.check(error)
+        self.engine.sync.check(self._score_all(self.unscored))
+        self.abandon()
         return self.stats
 
     @staticmethod
@@ -578,12 +582,17 @@ class _Run:
 
     # Expansion
 
-    def _score_ready(self) -> None:
-        """Scores the bare rollouts of every prompt that has no live one left."""
+    def _ready(self) -> list[_Branch]:
+        """The bare rollouts of every prompt that has no live one left."""
         early = self.engine.is_mixed is not None
-        chosen = [b for b in self.unscored if not b.plan.running and (early or b.plan.continuations)]
-        if chosen:
-            self._score(chosen)
+        return [b for b in self.unscored if not b.plan.running and (early or b.plan.continuations)]
+
+    def _score_all(self, branches: list[_Branch]) -> BaseException | None:
+        if not self.engine.score_together:
+            return self._attempt(self._score, branches) if branches else None
+        if self.engine.sync.most(len(branches)):
+            _collective(self._score, branches)
+        return None
 
     def _score(self, branches: list[_Branch]) -> None:
         started = time.perf_counter()
@@ -698,11 +707,6 @@ class _Run:
         self.engine.close([snapshot for plan in plans for snapshot in plan.snapshots.values()])
         for plan in plans:
             plan.snapshots.clear()
-
-    def _finish(self) -> None:
-        if self.unscored:
-            self._score(self.unscored)
-        self.abandon()
 
     def abandon(self) -> None:
         """Closes what is still open: reserves that were not needed, and, where an error ends the run, all the rest."""

@@ -157,7 +157,8 @@ class AnchorBuffer:
             targets = torch.cat([self.targets, targets])
         # A generation larger than the buffer is kept whole until the next one comes
         keep = max(self.size, len(targets) - len(self.targets))
-        self.features, self.targets = features[-keep:], targets[-keep:]
+        # Copied: a view would keep what fell out, and bring it into every checkpoint
+        self.features, self.targets = features[-keep:].clone(), targets[-keep:].clone()
 
 
 class PredictorTrainer:
@@ -251,7 +252,8 @@ class HiddenStates:
     Reads a policy's last hidden states, after its final norm, by a hook that is there only while they are read.
 
     Args:
-        model (`nn.Module`): the model to call; its forward must take `input_ids`, `attention_mask`, `logits_to_keep`.
+        get_model (`Callable`): gives the model to call, which training may wrap anew; its forward must take
+            `input_ids`, `attention_mask`, `logits_to_keep`.
         pad_token_id (`int`): id to pad with.
         batch_size (`int`): sequences per forward pass.
         context (`Callable`): gives a context manager for the passes (autocast).
@@ -261,13 +263,13 @@ class HiddenStates:
 
     def __init__(
         self,
-        model: nn.Module,
+        get_model: Callable[[], nn.Module],
         pad_token_id: int,
         batch_size: int,
         context: Callable[[], Any],
         most: Callable[[int], int] = lambda count: count,
     ):
-        self.model = model
+        self.get_model = get_model
         self.pad_token_id = pad_token_id
         self.batch_size = batch_size
         self.context = context
@@ -283,21 +285,22 @@ class HiddenStates:
         Returns:
             For each sequence, a float32 tensor of shape `(len(positions), hidden)` on the CPU.
         """
+        model = self.get_model()
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
         passes = self.most(-(-len(sequences) // self.batch_size))
         features: dict[int, torch.Tensor] = {}
-        with self._evaluation(), _last_hidden_state(self.model) as hidden, self.context():
+        with _evaluation(model), _last_hidden_state(model) as hidden, self.context():
             for start in range(0, passes * self.batch_size, self.batch_size):
                 batch = order[start : start + self.batch_size]
-                self._forward([sequences[index] for index in batch] or [[self.pad_token_id]])
+                self._forward(model, [sequences[index] for index in batch] or [[self.pad_token_id]])
                 for row, index in enumerate(batch):
                     wanted = torch.tensor(list(positions[index]), dtype=torch.long, device=hidden[0].device)
                     features[index] = hidden[0][row, wanted].float().cpu()
                 hidden.clear()
         return [features[index] for index in range(len(sequences))]
 
-    def _forward(self, sequences: list[list[int]]) -> None:
-        device = next(self.model.parameters()).device
+    def _forward(self, model: nn.Module, sequences: list[list[int]]) -> None:
+        device = next(model.parameters()).device
         width = max(map(len, sequences))
         # Padded on the right: a token's hidden state depends on nothing behind it
         input_ids = torch.full((len(sequences), width), self.pad_token_id)
@@ -306,19 +309,20 @@ class HiddenStates:
             input_ids[row, : len(ids)] = torch.tensor(ids)
             attention_mask[row, : len(ids)] = 1
         # Logits are not needed: one position of them is the least a causal model computes
-        self.model(
+        model(
             input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), logits_to_keep=1, use_cache=False
         )
 
-    @contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        # Dropout would draw from the random state that sampling depends on, and blur the values
-        training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(training)
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    # Dropout would draw from the random state that sampling depends on, and blur the values
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -45,6 +46,15 @@ class AcceleratorSync:
         except Exception as caught:
             error = caught
         self.check(error)
+
+
+def gather_on_main(objects: list[Any], accelerator: Accelerator) -> list[Any]:
+    """The objects of all processes, on the main process; an empty list on the others, which keep nothing of them."""
+    if accelerator.num_processes == 1:
+        return objects
+    everyone: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.gather_object(objects, everyone if accelerator.is_main_process else None, dst=0)
+    return [item for part in everyone for item in part or ()]
 
 
 def share_roots(trees: Sequence[RolloutTree], process_index: int, num_processes: int) -> None:

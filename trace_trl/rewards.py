@@ -44,12 +44,26 @@ class RewardScorer:
         self.success_threshold = success_threshold
         self._warned = False
 
+    @property
+    def has_models(self) -> bool:
+        return any(isinstance(function, nn.Module) for function in self.trainer.reward_funcs)
+
     def __call__(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> None:
         """Fills `rewards`, `reward` and `success` of each leaf. A reward function sees all `leaves` in one call.
+
+        Without leaves, only reward models are called, on a text that stands for none: other processes wait for the
+        parts of their weights that lie here.
 
         Raises:
             ValueError: if a reward function does not return one reward per leaf.
         """
+        if not leaves:
+            for function, processor in zip(
+                self.trainer.reward_funcs, self.trainer.reward_processing_classes, strict=True
+            ):
+                if isinstance(function, nn.Module):
+                    self._model_rewards(function, processor, ["."], ["."])
+            return
         rewards = self._rewards(leaves)
         weights = self.trainer.reward_weights.to(rewards.device)
         totals = (rewards * weights.unsqueeze(0)).nansum(dim=1)
@@ -137,7 +151,13 @@ class RewardScorer:
         if any(environment is not None for environment in environments):
             kwargs["environments"] = environments
         if step_reward in self.trainer.reward_funcs:
-            kwargs["step_rewards"] = [turn.leaf.environment_reward for _, turn in leaves]  # type: ignore[union-attr]
+            # Where nothing else can score it, a rollout that a limit ended without a reward has failed
+            alone = len(self.trainer.reward_funcs) == 1
+            kwargs["step_rewards"] = [
+                0.0 if alone and leaf.environment_reward is None and leaf.truncated else leaf.environment_reward
+                for leaf in (turn.leaf for _, turn in leaves)
+                if leaf is not None
+            ]
         return kwargs
 
     def _model_rewards(self, model: nn.Module, processor: Any, prompts: list, completions: list) -> torch.Tensor:

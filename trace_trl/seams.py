@@ -27,6 +27,7 @@ OVERRIDDEN = {
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "_save": ("self", "output_dir", "state_dict"),
     "_save_checkpoint": ("self", "model", "trial"),
+    "_load_best_model": ("self",),
     "_get_output_dir": ("self", "trial"),
     "_push_from_checkpoint": ("self", "checkpoint_folder"),
     "create_model_card": ("self", "model_name", "dataset_name", "tags"),

@@ -37,7 +37,7 @@ from .generation import TransformersGenerator
 from .metrics import effective
 from .pool import Candidate, PoolSampler, allocate, fill_first_pool, make_plans, shares
 from .predictor import PredictorTrainer, SuccessPredictor
-from .processes import AcceleratorSync, batch_reward_std, normalized_rewards, share_roots
+from .processes import AcceleratorSync, batch_reward_std, gather_on_main, normalized_rewards, share_roots
 from .progress import RolloutProgress, StepLineCallback
 from .reports import extra_columns, gather_groups, gather_lengths, length_metrics, rollout_metrics
 from .rewards import RewardScorer, step_reward
@@ -167,6 +167,7 @@ class TRACETrainer(GRPOTrainer):
         if self._environment_owns_data:
             # TRL's placeholder has as many rows as GRPO needs prompts; the environment can fill a whole pool
             self.train_dataset = Dataset.from_list([{"prompt": EMPTY_PROMPT}] * args.candidate_pool_size)
+            args.check_parts(self.accelerator.num_processes)
         self._pool_size = self._fitted_pool_size()
 
         self.runner = ConcurrentRunner(args.env_max_workers, loop=self._event_loop)
@@ -188,6 +189,7 @@ class TRACETrainer(GRPOTrainer):
 
         self._staging: str | None = None  # where checkpoints are written while one is
         self._last_generation = (-1, 0)  # optimizer step, and number of the generation within it
+        self._counts: list[int] = []  # bare rollouts of each candidate of the pool, over all processes
         self._rows: Rows | None = None  # the rows TRL is told of while it prepares a batch
         self._engine: TreeRolloutEngine | None = None
         example = checks.first_row(self.train_dataset)
@@ -242,6 +244,7 @@ class TRACETrainer(GRPOTrainer):
             codec=codec,
             environment=make_environment(self, codec, self._event_loop),
             score=self.scorer,
+            score_together=self.accelerator.num_processes > 1 and self.scorer.has_models,
             limits=Limits(args.max_completion_length, self._context_length(), args.max_turn_length, args.max_turns),
             predict=None if self.values is None else self.values.predict_prefixes,
             prefix_allocation=args.prefix_allocation,
@@ -341,7 +344,7 @@ class TRACETrainer(GRPOTrainer):
                 "process(es)."
             )
         output = self._prepare_batch(rows)
-        if not self._is_plain_grpo(trees):
+        if not self._is_plain_grpo:
             output["advantages"] = rows.advantage_tensor(like=output["completion_ids"])
             self._correct_group_logs(rows)
         self._log_rollouts("train", trees, stats)
@@ -378,7 +381,9 @@ class TRACETrainer(GRPOTrainer):
         root_seed, prefix_seed = self._allocation_seeds()
         with self._sync.together():
             # A task that an environment made up is known to its own process only
-            counts = allocate(pool, args, root_seed, parts=processes if self._environment_owns_data else 1)
+            self._counts = counts = allocate(
+                pool, args, root_seed, parts=processes if self._environment_owns_data else 1
+            )
             plans, reserves = make_plans(
                 pool,
                 counts,
@@ -453,15 +458,16 @@ class TRACETrainer(GRPOTrainer):
             batch_std = batch_reward_std(trees) if self.scale_rewards == "batch" else None
             compute_advantages(trees, estimator, self.scale_rewards, batch_std)
 
-    def _is_plain_grpo(self, trees: list[RolloutTree]) -> bool:
-        """Whether every prompt has `num_generations` rollouts and no branch. TRL's groups are then the prompts, and
-        its own numbers stand: equal to the trees' but for rounding, so that a GRPO setting trains bit for bit as in
-        TRL."""
+    @property
+    def _is_plain_grpo(self) -> bool:
+        """Whether every prompt of all processes has `num_generations` rollouts and no branch. TRL's groups are then
+        the prompts, and its own numbers stand: equal to the trees' but for rounding, so that a GRPO setting trains bit
+        for bit as in TRL."""
         return (
             self.args.root_allocation != "dapo"
             and self.args.continuations_per_root == 0
             and self.args.advantage_estimator in GRPO_WITHOUT_BRANCHES
-            and all(tree.budget == self.num_generations for tree in trees)
+            and set(self._counts) <= {0, self.num_generations}
         )
 
     def _build_rows(self, trees: list[RolloutTree]) -> Rows:
@@ -563,9 +569,8 @@ class TRACETrainer(GRPOTrainer):
 
     def _log_trees(self, trees: list[RolloutTree]) -> None:
         if self.args.log_trees:
-            everyone = gather_object(
-                [tree_to_dict(tree, success_threshold=self.args.success_threshold) for tree in trees]
-            )
+            own = [tree_to_dict(tree, success_threshold=self.args.success_threshold) for tree in trees]
+            everyone = gather_on_main(own, self.accelerator)
             if self.tree_logger is not None:
                 self.tree_logger.log(everyone, step=self.state.global_step)
 
@@ -575,6 +580,11 @@ class TRACETrainer(GRPOTrainer):
         super()._save(output_dir, state_dict)
         if self.predictor is not None:
             self.predictor.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        if self.predictor is not None:
+            checkpoints.load_head(self.predictor, self.state.best_model_checkpoint)
 
     def _get_output_dir(self, trial):
         return self._staging or super()._get_output_dir(trial)

@@ -123,13 +123,14 @@ def make_values(trainer: Any, most: Callable[[int], int]) -> AnchorValues | None
         learning_rate=args.predictor_learning_rate,
         weight_decay=args.predictor_weight_decay,
         passes=args.predictor_passes,
-        batch_size=args.predictor_batch_size,
-        buffer_size=args.predictor_buffer_size,
+        # Of all processes together, as the rollout budget is
+        batch_size=-(-args.predictor_batch_size // accelerator.num_processes),
+        buffer_size=-(-args.predictor_buffer_size // accelerator.num_processes),
         seed=args.seed + accelerator.process_index,
         reduce=(lambda gradient: accelerator.reduce(gradient, "mean")) if several else None,
     )
     hidden_states = HiddenStates(
-        model=trainer.model,
+        get_model=lambda: trainer.model,
         pad_token_id=trainer._tokenizer.pad_token_id,
         batch_size=max(args.per_device_train_batch_size, args.per_device_eval_batch_size),
         context=accelerator.autocast,

@@ -20,25 +20,30 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def command_of(launcher: str, *arguments: str, script: str | Path = WORKER) -> list[str]:
-    """A command that runs a script in two processes, or in one.
+def command_of(launcher: str, *script: str) -> list[str]:
+    """A command that runs a script, or a module behind `-m`, in two processes or in one.
 
     Args:
-        launcher: name of a file in accelerate_configs/, `"ddp"` for torchrun, `"one"` for a single process.
+        launcher: name of a file in accelerate_configs/, `"ddp"` for torchrun, `"zero2"` for ZeRO-2 on the CPU, `"one"`
+            for a single process.
     """
     if launcher == "one":
-        return [sys.executable, str(script), *arguments]
+        return [sys.executable, *script]
     if launcher == "ddp":
         # `accelerate launch` starts one process where there is no accelerator
         start = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    elif launcher == "zero2":
+        start = ["accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2", "--cpu", "--num_processes", "2"]
+        start += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        start += ["--main_process_port", str(free_port())]
     else:
         config = ROOT / "accelerate_configs" / f"{launcher}.yaml"
         start = ["accelerate.commands.launch", "--config_file", str(config), "--main_process_port", str(free_port())]
-    return [sys.executable, "-m", *start, str(script), *arguments]
+    return [sys.executable, "-m", *start, *script]
 
 
-def worker_arguments(out: Path, jobs: list[dict[str, Any]]) -> list[str]:
-    return [str(out), json.dumps(jobs)]
+def worker(out: Path, *jobs: dict[str, Any]) -> list[str]:
+    return [str(WORKER), str(out), json.dumps(jobs)]
 
 
 def environment() -> dict[str, str]:
@@ -52,8 +57,13 @@ def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = 300
     Raises:
         AssertionError: if it fails, with the end of its output; with `ok=False`, if it does not.
     """
+    return run(command_of(launcher, *worker(out, *jobs)), timeout, ok)
+
+
+def run(command: list[str], timeout: float = 300, ok: bool = True) -> str:
+    """Runs a command as `launch` does."""
     process = subprocess.Popen(
-        command_of(launcher, *worker_arguments(out, list(jobs))),
+        command,
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -57,6 +57,28 @@ def test_a_process_without_eligible_prefixes_fills_its_leaves(launcher, tmp_path
     assert unlucky["kinds"].count("extra") == 2 * 8 and "continuation" not in unlucky["kinds"]
 
 
+def test_processes_go_the_same_way_though_their_prompts_differ(tmp_path):
+    """Without continuations, what one process was allotted may look like plain GRPO and what another was may not."""
+    # Twelve rollouts each: the first process's groups are those of TRL, the second's are not
+    job = {"task": "allotted", "name": "run", "counts": [6, 6, 5, 7, 0, 0, 0, 0], "continuations_per_root": 0}
+    launch("ddp", tmp_path, job, timeout=120)
+    both = results(tmp_path, "run")
+    assert [result["failed"] for result in both] == [[], []]
+    budgets = [result["generations"][0]["budgets"] for result in both]
+    assert budgets == [{"0": 6, "1": 6}, {"2": 5, "3": 7}]
+
+
+@pytest.mark.parametrize("launcher", ["ddp", "zero3_cpu"])
+def test_a_sharded_reward_model_is_called_by_all_processes_together(launcher, tmp_path):
+    launch(launcher, tmp_path, {"task": "judged", "name": "run", "seed": 2}, timeout=120)
+    both = results(tmp_path, "run")
+    assert [result["failed"] for result in both] == [[], []]
+    rewards = [reward for result in both for reward in result["rewards"]]
+    assert len(rewards) == 2 * 2 * 12 and len(set(rewards)) > 10
+    turns = [[generation["turns"] for generation in result["generations"]] for result in both]
+    assert turns[0] != turns[1]
+
+
 @pytest.mark.parametrize(("launcher", "place"), [("zero3_cpu", "reset"), ("zero3_cpu", "reward"), ("ddp", "reward")])
 def test_an_error_on_one_process_ends_both_with_that_error(launcher, place, tmp_path):
     launch(launcher, tmp_path, {"task": "failing", "name": place}, ok=False, timeout=120)

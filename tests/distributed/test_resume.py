@@ -19,7 +19,7 @@ from launching import (
     launch,
     policy,
     results,
-    worker_arguments,
+    worker,
 )
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -112,7 +112,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_last_whole_checkpoint(launch
     job |= {"save_steps": 1, "save_total_limit": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 3}
     cut, last = 0, 0
     for _ in range(kills):
-        command = command_of(launcher, *worker_arguments(tmp_path, [job]))
+        command = command_of(launcher, *worker(tmp_path, job))
         stopped_while_saving(run, command, wait=moments.uniform(0, 0.05))
         whole = get_last_checkpoint(str(run))
         assert whole is not None

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification
 from transformers.trainer_utils import get_last_checkpoint
 
 
@@ -28,6 +29,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 torch.set_num_threads(1)
 
 from trace_trl import selftest  # noqa: E402
+from trace_trl import trainer as trainer_module  # noqa: E402
 
 
 LIMIT = 60  # seconds of one schedule
@@ -145,6 +147,42 @@ def unlucky(out: Path, name: str, **options: Any) -> None:
     write(out, name, trainer, kinds=[leaf.leaf.kind for tree in trees for leaf in tree.leaves()])
 
 
+def disagree(out: Path, name: str) -> None:
+    """Two processes that go apart behind each other's back."""
+    trainer = make_trainer(out, name, None, max_steps=1)
+    trainer.train()
+    with torch.no_grad():
+        trainer.predictor.output.bias += trainer.args.process_index
+    trainer.generations[0]["leaves"] += trainer.args.process_index
+    trainer.generations[0]["rounds"] += trainer.args.process_index
+    write(out, name, trainer)
+
+
+def allotted(out: Path, name: str, counts: list[int], **options: Any) -> None:
+    """Trains with given numbers of bare rollouts."""
+    allocate = trainer_module.allocate
+    trainer_module.allocate = lambda *args, **kwargs: counts
+    try:
+        train(out, name, **options)
+    finally:
+        trainer_module.allocate = allocate
+
+
+def judged(out: Path, name: str, **options: Any) -> None:
+    """A reward model, which DeepSpeed shards as it shards the policy, beside the environment's rewards."""
+    tokenizer = selftest.make_tokenizer()
+    torch.manual_seed(3)
+    config = selftest.make_model(tokenizer).config
+    config.num_labels = 1
+    judge = AutoModelForSequenceClassification.from_config(config)
+    args = selftest.make_args(str(out / name), max_steps=2, **options)
+    turns = selftest.draw_turns(args.seed, args.world_size, generations=3)
+    trainer = selftest.make_trainer(args, turns, reward_funcs=[judge], reward_processing_classes=[tokenizer])
+    trainer.train()
+    trees = [tree for generation in trainer.forests for tree in pickle.loads(generation)]
+    write(out, name, trainer, rewards=[leaf.leaf.rewards[0] for tree in trees for leaf in tree.leaves()])
+
+
 class Broken(Exception):
     pass
 
@@ -179,7 +217,10 @@ def failing(out: Path, name: str) -> None:
         raise
 
 
-TASKS = {function.__name__: function for function in (schedule, train, allocate, unlucky, failing)}
+TASKS = {
+    function.__name__: function
+    for function in (schedule, train, allocate, allotted, unlucky, judged, disagree, failing)
+}
 
 
 def main() -> None:

@@ -41,7 +41,9 @@ class StepResult:
         done (`bool`): whether the episode ended with this turn. The observation of a last turn is not shown to the
             policy.
         reward (`float` or `None`): on the last step, a terminal reward that is added to `reward_funcs` with weight 1,
-            whether the environment or a limit made it the last. On earlier steps it is ignored.
+            whether the environment or a limit made it the last. On earlier steps it is ignored. A rollout that a limit
+            ends with no reward given (it was cut in the middle of a turn, for instance) gets 0 if there are no
+            `reward_funcs`.
         state (`Any` or `None`): the new state; `None` keeps the one that was passed in, changed in place or not.
         info (`dict` or `None`): numbers to log; the last ones of each leaf are averaged under `env/<key>`.
     """
