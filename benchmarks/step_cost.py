@@ -28,7 +28,7 @@ def measure(trainer: str, options: argparse.Namespace) -> tuple[list[float], flo
     """Seconds of each optimizer step but the first, and peak memory in bytes, of the first process."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
     command += ["--main_process_port", str(options.port), str(WORKER), "--trainer", trainer]
-    for name in ("rounds", "steps", "leaves", "hidden_size", "layers", "turn_tokens", "prompt_tokens"):
+    for name in ("rounds", "steps", "leaves", "micro_batch", "hidden_size", "layers", "turn_tokens", "prompt_tokens"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True)
@@ -42,14 +42,15 @@ def measure(trainer: str, options: argparse.Namespace) -> tuple[list[float], flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="tool rounds of every rollout")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--leaves", type=int, default=24, help="of a generation batch, per process")
+    parser.add_argument("--rounds", type=int, default=4, help="tool rounds of every rollout")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--leaves", type=int, default=48, help="of a generation batch, per process")
+    parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--turn-tokens", type=int, default=48)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each, taking turns")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--turn-tokens", type=int, default=24, help="words of a thought")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="words of a prompt")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each, taking turns")
     parser.add_argument("--port", type=int, default=29690)
     options = parser.parse_args()
 

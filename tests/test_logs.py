@@ -361,12 +361,13 @@ def test_step_line():
         "seconds/generation": 12.34,
         "seconds/environment": 0.06,
         "seconds/reward": 1.0,
+        "seconds/total": 14.0,
         "step_time": 20.06,
         "loss": 0.1,
     }
     assert step_line(7, logs) == (
         "step    7  effective 0.75  mixed anchors 0.67  reward 0.457  brier 0.204  auroc -  tokens 12345  saved 678"
-        "  seconds: generation 12.3 environment 0.1 reward 1.0 predictor 0.0 training 20.1"
+        "  seconds: generation 12.3 environment 0.1 reward 1.0 predictor 0.0 training 6.1"
     )
     assert step_line(123456, {}).startswith("step 123456  effective -  mixed anchors -")
     assert "training" not in step_line(1, {})

@@ -59,7 +59,9 @@ def step_line(step: int, logs: dict[str, Any]) -> str:
         value = logs.get(key)
         parts.append(f"{label} {'-' if value is None else form.format(value)}")
     seconds = " ".join(f"{name} {logs.get(f'seconds/{name}') or 0.0:.1f}" for name in SECONDS)
-    training = logs.get("step_time")
+    # TRL's time of a step holds the generation that the step began with
+    whole = logs.get("step_time")
+    training = None if whole is None else max(0.0, whole - (logs.get("seconds/total") or 0.0))
     return (
         f"step {step:>4}  "
         + "  ".join(parts)
