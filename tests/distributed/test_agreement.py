@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from launching import launch, results
+from launching import forests, launch, results
 
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +31,7 @@ def allocated(tmp_path_factory):
 
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
-def test_one_and_two_processes_draw_the_same_pool_and_allocate_alike(allocated, allocation):
+def test_case_30_one_and_two_processes_draw_the_same_pool_and_allocate_alike(allocated, allocation):
     found = []
     for launcher in ("one", "ddp"):
         processes = results(allocated, f"{launcher}-{allocation}")
@@ -45,6 +45,28 @@ def test_one_and_two_processes_draw_the_same_pool_and_allocate_alike(allocated, 
     pools, budgets = found[0]
     assert len(pools) == 3 and pools[0] != pools[1]
     assert all(sum(budget.values()) == 8 for budget in budgets)
+
+
+def test_case_30_samples_repeat_from_run_to_run_and_differ_between_processes_and_siblings(tmp_path):
+    jobs = [{"task": "train", "name": name, "max_steps": 2, "root_allocation": "uniform"} for name in ("one", "again")]
+    launch("ddp", tmp_path, *jobs)
+    runs = {}
+    for job in jobs:
+        runs[job["name"]] = [
+            [[leaf.history_ids() for leaf in tree.leaves()] for generation in process for tree in generation]
+            for process in forests(tmp_path, job["name"])
+        ]
+    assert runs["one"] == runs["again"]
+    siblings = [tree for process in runs["one"] for tree in process]
+    assert sum(len(set(map(tuple, tree))) > 1 for tree in siblings) > len(siblings) / 2
+    # From the same random numbers a random model would say nearly the same to every prompt
+    pairs = list(zip(sampled(tmp_path, 0), sampled(tmp_path, 1), strict=False))
+    assert sum(first == second for first, second in pairs) < len(pairs) / 2
+
+
+def sampled(folder, process):
+    trees = [tree for generation in forests(folder, "one")[process] for tree in generation]
+    return [turn.token_ids for tree in trees for turn in tree.turns()]
 
 
 @pytest.mark.parametrize("launcher", ["ddp", "zero3_cpu"])
@@ -80,7 +102,7 @@ def test_a_sharded_reward_model_is_called_by_all_processes_together(launcher, tm
 
 
 @pytest.mark.parametrize(("launcher", "place"), [("zero3_cpu", "reset"), ("zero3_cpu", "reward"), ("ddp", "reward")])
-def test_an_error_on_one_process_ends_both_with_that_error(launcher, place, tmp_path):
+def test_case_29_an_error_on_one_process_ends_both_with_that_error(launcher, place, tmp_path):
     launch(launcher, tmp_path, {"task": "failing", "name": place}, ok=False, timeout=120)
     ended = time.time()
     raised = float((tmp_path / "raised").read_text())

@@ -71,7 +71,7 @@ def played(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("batch", "lora"), KINDS)
-def test_three_and_three_are_six(played, batch, lora):
+def test_case_32_three_and_three_are_six(played, batch, lora):
     six, three = (f"{name} {batch} {lora}" for name in ("six", "three"))
     for one, other in zip(results(played, six), results(played, three), strict=True):
         assert_close(comparable(one["logs"], 4), comparable(other["logs"], 4))

@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("mode", "seed"), RUNS)
-def test_schedule_ends_well(folder, mode, seed):
+def test_case_28_schedules_end_well(folder, mode, seed):
     both = results(trained(mode, folder), f"schedule-{seed}")
     assert len(both) == 2
     for result in both:
@@ -88,7 +88,7 @@ def merged(parts):
 
 
 @pytest.mark.parametrize(("mode", "seed"), RUNS)
-def test_one_process_learns_the_same_from_the_same_trees(folder, mode, seed, tmp_path, monkeypatch):
+def test_case_28_one_process_learns_the_same_from_the_same_trees(folder, mode, seed, tmp_path, monkeypatch):
     out, name = trained(mode, folder), f"schedule-{seed}"
     parts = forests(out, name)
     monkeypatch.setattr(selftest, "ObservedTrainer", Replay)
