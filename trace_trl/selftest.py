@@ -174,7 +174,7 @@ def make_args(output_dir: str, **kwargs: Any) -> TRACEConfig:
         num_generations=6,  # with a pool factor of 2: pools of 4 prompts a process
         continuations_per_root=2,
         max_completion_length=160,
-        max_turn_length=12,
+        max_turn_length=8,
         max_turns=MOST_TURNS,
         max_steps=3,
         learning_rate=1e-3,

@@ -69,9 +69,8 @@ def sampled(folder, process):
     return [turn.token_ids for tree in trees for turn in tree.turns()]
 
 
-@pytest.mark.parametrize("launcher", ["ddp", "zero3_cpu"])
-def test_a_process_without_eligible_prefixes_fills_its_leaves(launcher, tmp_path):
-    launch(launcher, tmp_path, {"task": "unlucky", "name": "run"})
+def test_a_process_without_eligible_prefixes_fills_its_leaves(tmp_path):
+    launch("zero3_cpu", tmp_path, {"task": "unlucky", "name": "run"})
     lucky, unlucky = results(tmp_path, "run")
     assert lucky["failed"] == unlucky["failed"] == []
     assert len(lucky["kinds"]) == len(unlucky["kinds"]) == 2 * 12
@@ -90,9 +89,8 @@ def test_processes_go_the_same_way_though_their_prompts_differ(tmp_path):
     assert budgets == [{"0": 6, "1": 6}, {"2": 5, "3": 7}]
 
 
-@pytest.mark.parametrize("launcher", ["ddp", "zero3_cpu"])
-def test_a_sharded_reward_model_is_called_by_all_processes_together(launcher, tmp_path):
-    launch(launcher, tmp_path, {"task": "judged", "name": "run", "seed": 2}, timeout=120)
+def test_a_sharded_reward_model_is_called_by_all_processes_together(tmp_path):
+    launch("zero3_cpu", tmp_path, {"task": "judged", "name": "run", "seed": 2}, timeout=120)
     both = results(tmp_path, "run")
     assert [result["failed"] for result in both] == [[], []]
     rewards = [reward for result in both for reward in result["rewards"]]

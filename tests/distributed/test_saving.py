@@ -11,9 +11,8 @@ from trace_trl import SuccessPredictor
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("launcher", ["ddp", "zero3_cpu"])
-def test_case_35_a_saved_model_holds_all_parameters(launcher, tmp_path):
-    launch(launcher, tmp_path, {"task": "train", "name": "run", "max_steps": 2, "save_to": "saved"})
+def test_case_35_a_saved_model_holds_all_parameters(tmp_path):
+    launch("zero3_cpu", tmp_path, {"task": "train", "name": "run", "max_steps": 2, "save_to": "saved"})
     folder = tmp_path / "saved"
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not info["missing_keys"] and not info["unexpected_keys"]

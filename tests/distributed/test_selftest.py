@@ -32,8 +32,7 @@ def test_self_test_notices_processes_that_disagree(tmp_path):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_adapters_checkpointing_and_half_precision(launcher, tmp_path):
     jobs = {
-        "lora": {"lora": True},
-        "lora-checkpointing": {"lora": True, "gradient_checkpointing": True},
+        "lora and checkpointing": {"lora": True, "gradient_checkpointing": True},
         "checkpointing": {"gradient_checkpointing": True},
         "bf16": {"bf16": True},
     }
