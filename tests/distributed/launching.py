@@ -32,13 +32,11 @@ def command_of(launcher: str, *script: str) -> list[str]:
     if launcher == "ddp":
         # `accelerate launch` starts one process where there is no accelerator
         start = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
-    elif launcher == "zero2":
-        start = ["accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "2", "--cpu", "--num_processes", "2"]
-        start += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        start += ["--main_process_port", str(free_port())]
     else:
-        config = ROOT / "accelerate_configs" / f"{launcher}.yaml"
+        config = ROOT / "accelerate_configs" / f"{'zero3_cpu' if launcher == 'zero2' else launcher}.yaml"
         start = ["accelerate.commands.launch", "--config_file", str(config), "--main_process_port", str(free_port())]
+        if launcher == "zero2":
+            start += ["--deepspeed_config_file", str(WORKER.with_name("zero2_cpu.json"))]
     return [sys.executable, "-m", *start, *script]
 
 
