@@ -55,9 +55,9 @@ STAGES = [
     (_Run, "_choose_prefixes", "allocation"),
     (_Run, "_start_bare", "bookkeeping"),
     (_Run, "_play_turn", "bookkeeping"),
-    (_Run, "_score_ready", "bookkeeping"),
+    (_Run, "_score_all", "bookkeeping"),
     (_Run, "_expand_ready", "bookkeeping"),
-    (_Run, "_finish", "bookkeeping"),
+    (_Run, "abandon", "bookkeeping"),
 ]
 
 

@@ -29,6 +29,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, Qwen3Config, Qwen
 from trl import GRPOConfig, GRPOTrainer
 
 from trace_trl import TRACEConfig, TRACETrainer
+from trace_trl.selftest import keep_deepspeed_from_compiling
 
 
 MOST_ROUNDS = 4
@@ -198,13 +199,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    try:
-        from deepspeed.ops import __compatible_ops__
-
-        __compatible_ops__["deepspeed_shm_comm"] = False
-    except ImportError:
-        pass
-
+    keep_deepspeed_from_compiling()
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
             trainer = make_trainer(options, None if options.rounds is None else [options.rounds], seed, folder)

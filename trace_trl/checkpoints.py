@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -29,7 +30,6 @@ from .predictor import HEAD_CONFIG, SuccessPredictor
 logger = logging.getLogger(__name__)
 
 STAGING = "_saving"  # what begins with an underscore is not pushed to the Hub
-TRAINER_STATE = "trainer_state.json"
 
 
 def state_file(process_index: int) -> str:
@@ -75,7 +75,7 @@ def staged(trainer: Any, run_dir: str) -> Iterator[tuple[str, str]]:
 def _set_best(state: TrainerState, final: str, written: str | None) -> None:
     state.best_model_checkpoint = final
     if written is not None:
-        state.save_to_json(os.path.join(written, TRAINER_STATE))
+        state.save_to_json(os.path.join(written, TRAINER_STATE_NAME))
 
 
 def _move(path: str, final: str, aside: str) -> None:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,7 +164,7 @@ def make_args(output_dir: str, **kwargs: Any) -> TRACEConfig:
     """Options of a self-test; `kwargs` go before them."""
     cpu = not torch.cuda.is_available()
     if cpu:
-        _keep_deepspeed_from_compiling()
+        keep_deepspeed_from_compiling()
     options: dict[str, Any] = dict(
         output_dir=output_dir,
         use_cpu=cpu,
@@ -191,8 +192,8 @@ def make_args(output_dir: str, **kwargs: Any) -> TRACEConfig:
     return TRACEConfig(**(options | kwargs))
 
 
-def _keep_deepspeed_from_compiling() -> None:
-    """DeepSpeed's CPU communication would be compiled at the first run; gloo does without it."""
+def keep_deepspeed_from_compiling() -> None:
+    """On a CPU, DeepSpeed would compile a communication of its own at the first run; gloo does without it."""
     try:
         from deepspeed.ops import __compatible_ops__
     except ImportError:
@@ -210,10 +211,8 @@ def weights(trainer: TRACETrainer) -> dict[str, torch.Tensor]:
         }
 
 
-def gathered(parameters: list[torch.nn.Parameter]) -> Any:
+def gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager:
     """While open, parameters that DeepSpeed ZeRO-3 shards are whole."""
-    from contextlib import nullcontext
-
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     import deepspeed

@@ -44,9 +44,11 @@ def worker(out: Path, *jobs: dict[str, Any]) -> list[str]:
     return [str(WORKER), str(out), json.dumps(jobs)]
 
 
-def environment() -> dict[str, str]:
+def start(command: list[str], output: int) -> subprocess.Popen:
+    """Starts a command whose output goes to a pipe or nowhere."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
-    return {**os.environ, **quiet, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **quiet, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
 def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = 300, ok: bool = True) -> str:
@@ -60,14 +62,7 @@ def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = 300
 
 def run(command: list[str], timeout: float = 300, ok: bool = True) -> str:
     """Runs a command as `launch` does."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start(command, subprocess.PIPE)
     try:
         output, _ = process.communicate(timeout=timeout)
     except BaseException:

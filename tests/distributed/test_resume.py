@@ -9,9 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import (
-    ROOT,
     command_of,
-    environment,
     family,
     head,
     kill,
@@ -19,6 +17,7 @@ from launching import (
     launch,
     policy,
     results,
+    start,
     worker,
 )
 from transformers.trainer_utils import get_last_checkpoint
@@ -82,13 +81,7 @@ def test_case_32_three_and_three_are_six(played, batch, lora):
 
 def stopped_while_saving(run: Path, command: list[str], wait: float) -> None:
     """Starts a run and kills it some time after it has begun to write a checkpoint, counting from the last one."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start(command, subprocess.DEVNULL)
     before = get_last_checkpoint(str(run)) if run.exists() else None
     everyone: list[psutil.Process] = []
     deadline = time.monotonic() + 120
