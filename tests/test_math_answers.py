@@ -1,0 +1,109 @@
+"""Answers to mathematical problems, checked by math-verify in a process of their own."""
+
+import threading
+import time
+
+import pytest
+
+from trace_trl.environments.math_answers import AnswerChecker, last_words, math_accuracy
+
+
+@pytest.fixture(scope="module")
+def checker():
+    checker = AnswerChecker(timeout=2.0)
+    yield checker
+    checker.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("72", "So she sold \\boxed{72} clips.", True),
+        ("72", "So she sold 72 clips.", True),
+        ("72", "She sold 48, then 24: 72.", True),
+        ("72", "\\boxed{71}", False),
+        ("72", "72, no, \\boxed{71}", False),
+        ("72", "<think>\\boxed{72}</think>\\boxed{71}", False),
+        ("72", "<think>is it 71?</think>\\boxed{72}", True),
+        ("72", "", False),
+        ("1,200", "\\boxed{1200}", True),
+        (r"\frac{3}{7}", "$3/7$", True),
+        (r"\frac{1}{2}", r"\boxed{0.5}", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\pi/2, 3)}", False),
+        ("p - q", r"\boxed{-q + p}", True),
+        (r"x^2+2x+1", r"\boxed{(x+1)^2}", True),
+        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", True),
+        ("5", "\\boxed{'; import os; os._exit(0) #}", False),
+        ("5", "\ud800\x00\\boxed{5", False),
+    ],
+)
+def test_answers(checker, answer, text, right):
+    assert checker(answer, text) is right
+
+
+def test_an_answer_that_takes_for_ever_is_wrong_and_holds_nothing_up(checker):
+    started = time.monotonic()
+    assert not checker("5", r"\boxed{9^{9^{9^{9}}}}")
+    assert time.monotonic() - started < 9
+    assert checker("5", r"\boxed{5}")
+
+
+def test_a_box_can_be_required():
+    checker = AnswerChecker(require_box=True)
+    assert checker("72", "\\boxed{72}") and not checker("72", "So she sold 72 clips.")
+    checker.close()
+
+
+def test_a_checker_that_ran_out_of_memory_is_started_again(checker):
+    assert checker("5", "\\boxed{5}")
+    interpreter, uses = checker._free.pop()
+    interpreter.run("def is_right(*_): raise MemoryError", 1, 1)
+    checker._free.append((interpreter, uses))
+    assert checker("5", "\\boxed{5}")
+
+
+def test_processes_are_renewed(checker, monkeypatch):
+    monkeypatch.setattr("trace_trl.environments.math_answers.MAX_USES", 2)
+    checker.close()
+    assert all(checker("5", "\\boxed{5}") for _ in range(5))
+    assert len(checker._free) == 1 and checker._free[0][1] < 2
+
+
+def test_from_many_threads(checker):
+    results = []
+    threads = [
+        threading.Thread(target=lambda n=n: results.append(checker(str(n), f"\\boxed{{{n}}}"))) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 8
+
+
+def test_reward_reads_the_last_turn():
+    def conversation(*turns):
+        return [{"role": role, "content": text} for role, text in turns]
+
+    completions = [
+        conversation(
+            ("assistant", "```python\nprint(5)\n```"), ("user", "```output\n5\n```"), ("assistant", "\\boxed{5}")
+        ),
+        conversation(("assistant", "\\boxed{5}"), ("user", "no"), ("assistant", "\\boxed{6}")),
+        conversation(("assistant", "It is 5.\n```python\nprint(5)\n```")),
+        conversation(("assistant", "```python\n5\n```"), ("user", "```output\n5\n```")),
+        [],
+        "\\boxed{5}",
+    ]
+    assert math_accuracy(completions, answer=["5"] * 6, problem=["?"] * 6) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert (
+        last_words([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+        == "ab"
+    )
+    assert last_words([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
+
+
+def test_timeout_must_be_positive():
+    with pytest.raises(ValueError, match="timeout"):
+        AnswerChecker(timeout=0)

@@ -1,0 +1,237 @@
+"""Programs that mean harm, and what is left of them: an observation."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hostile_programs import HOSTILE
+from trace_trl.environments.python import PythonEnvironment
+from trace_trl.environments.sandbox import Sandbox, SandboxError, Sessions, client
+
+
+TIMEOUT, WALL = 1.0, 2.0
+SLACK = 3.0  # for a machine with other things to do
+SECRET = "hunter2-of-the-trainer"
+
+
+@pytest.fixture(scope="module")
+def environment():
+    environment = PythonEnvironment(timeout=TIMEOUT, wall_timeout=WALL, memory_mb=256)
+    yield environment
+    environment.close()
+
+
+def listing(folder):
+    found = {}
+    for path in [folder, *folder.rglob("*")]:
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        found[path.name] = (status.st_mode, status.st_uid, status.st_mtime_ns, content)
+    return found
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_program_is_an_observation(name, environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_SECRET", SECRET)
+    (tmp_path / "kept.txt").write_text(SECRET)
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "also.txt").write_text("kept")
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind(str(tmp_path / "unix"))
+    with socket.create_server(("127.0.0.1", 0)) as listener, unix:
+        listener.setblocking(False)
+        unix.listen()
+        unix.setblocking(False)
+        program = HOSTILE[name]
+        if "{" in program and name not in ("binary garbage",):
+            program = program.format(folder=tmp_path, pid=os.getpid(), port=listener.getsockname()[1])
+        before = listing(tmp_path)
+        state = environment.reset()
+        try:
+            started = time.monotonic()
+            result = environment.step(state, f"Let me see.\n```python\n{program}\n```")
+            took = time.monotonic() - started
+            following = environment.step(state, "```python\nx = 20\nprint(x + 1)\n```")
+        finally:
+            state.close()
+        for server in (listener, unix):
+            with pytest.raises(BlockingIOError):
+                server.accept()
+    assert not result.done
+    assert result.observation.startswith("```output\n") and len(result.observation) < 2200
+    assert took < WALL + SLACK
+    assert SECRET not in result.observation
+    assert listing(tmp_path) == before
+    result.observation.encode()  # a tokenizer takes it
+    # The trainer goes on, this branch as well: with its interpreter, or with another one that says so
+    assert "21" in following.observation or "lost" in following.observation or "Error" in following.observation
+    fresh = environment.reset()
+    assert "21" in environment.step(fresh, "```python\nprint(21)\n```").observation
+    fresh.close()
+
+
+def run(code, **kwargs):
+    sessions = Sessions(Sandbox(**kwargs), timeout=2.0)
+    try:
+        return sessions.new().run(textwrap.dedent(code))
+    finally:
+        sessions.close()
+
+
+def test_limits_of_time_and_memory_say_so(environment):
+    state = environment.reset()
+    assert "longer than 1 s of CPU time" in environment.step(state, "```python\nwhile True: pass\n```").observation
+    assert "longer than 2 s" in environment.step(state, "```python\nimport time\ntime.sleep(9)\n```").observation
+    assert "MemoryError" in environment.step(state, "```python\nx = [0] * 10**9\n```").observation
+    state.close()
+
+
+def test_processor_time_is_counted_not_waiting():
+    sessions = Sessions(Sandbox(preload=()), timeout=0.3, wall_timeout=5.0)
+    assert sessions.new().run("import time\ntime.sleep(1)\nprint('awake')").output == "awake\n"
+    sessions.close()
+
+
+def test_nothing_runs_between_two_programs():
+    sessions = Sessions(Sandbox(preload=()), timeout=2.0)
+    session = sessions.new()
+    session.run(
+        "import threading\nn = 0\ndef f():\n    global n\n    while True: n += 1\nthreading.Thread(target=f).start()"
+    )
+    interpreter = sessions.take(session)
+    time.sleep(0.1)
+    used = interpreter._cpu_time()
+    time.sleep(0.5)
+    assert interpreter._cpu_time() - used < 0.05
+    interpreter.close()
+    sessions.close()
+
+
+def test_interpreters_end_with_the_trainer():
+    script = """
+    import sys, time
+    from trace_trl.environments.sandbox import Sandbox
+    sandbox = Sandbox(preload=())
+    a, b = sandbox.start(), sandbox.start()
+    print(a.pid, b.pid, sandbox._server._process.pid, sandbox._server.folder, flush=True)
+    b.run("while True: pass", 60, 60)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    *pids, folder = process.stdout.readline().split()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        time.sleep(0.05)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert not os.path.exists(folder)
+
+
+def test_a_dead_server_is_replaced_and_sessions_go_on(caplog):
+    sessions = Sessions(Sandbox(preload=()), timeout=2.0)
+    session = sessions.new()
+    session.run("x = 7")
+    first = sessions.sandbox._server._process
+    first.kill()
+    first.wait()
+    interpreter = sessions.take(session)
+    assert interpreter.run("x", 1, 1).lost  # its parent died, and it with that
+    result = session.run("x")
+    assert result.output == "7\n"
+    assert sessions.sandbox._server._process.pid != first.pid
+    sessions.close()
+
+
+def test_folders_are_removed():
+    sandbox = Sandbox(preload=())
+    interpreter = sandbox.start()
+    interpreter.run("open('a.txt', 'w').write('x')", 1, 1)
+    assert os.listdir(interpreter.folder) == ["a.txt"]
+    interpreter.close()
+    assert not os.path.exists(interpreter.folder)
+    folder = sandbox._server.folder
+    sandbox.close()
+    assert not os.path.exists(folder)
+
+
+def test_descriptors_and_processes_do_not_accumulate():
+    sandbox = Sandbox(preload=())
+    sandbox.start().close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        interpreter = sandbox.start()
+        interpreter.run("1", 1, 1)
+        interpreter.close()
+    server = sandbox._server._process.pid
+    assert len(os.listdir("/proc/self/fd")) == before
+    sandbox.start().close()  # the server buries its dead when it is asked for another
+    with open(f"/proc/{server}/task/{server}/children") as children:
+        assert len(children.read().split()) <= 1
+    assert len(os.listdir(f"/proc/{server}/fd")) < 12
+    sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("LANDLOCK_CREATE_RULESET = 9999", "This kernel has no Landlock"),
+        ("seccomp, _seccomp_error = None, 'not here'", "pyseccomp can't be loaded .not here.: pip install pyseccomp"),
+    ],
+)
+def test_a_system_without_a_part_of_the_isolation_is_refused(missing, sentence, tmp_path, monkeypatch):
+    folder = Path(client.__file__).parent
+    (tmp_path / "server.py").write_text((folder / "server.py").read_text())
+    (tmp_path / "confine.py").write_text((folder / "confine.py").read_text() + f"\n{missing}\n")
+    monkeypatch.setattr(client, "SERVER", tmp_path / "server.py")
+    environment = PythonEnvironment()
+    # At the first `reset`, which ends a run; not in `step`, where the policy would read it
+    with pytest.raises(SandboxError, match=f"can't be isolated on this machine: .*{sentence}.*isolation='limits'"):
+        environment.reset()
+    assert os.listdir(environment.sessions.sandbox._server.folder) == []
+    environment.close()
+    weaker = PythonEnvironment(isolation="limits")
+    state = weaker.reset()
+    assert "3" in weaker.step(state, "```python\n1 + 2\n```").observation
+    state.close()
+    weaker.close()
+
+
+def test_limits_only_sees_files_and_still_ends():
+    assert run("print(open('/etc/passwd').read()[:4])", isolation="limits").output == "root\n"
+    assert run("while True: pass", isolation="limits").timed_out
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"isolation": "none"}, {"memory_mb": 0}, {"max_output": 0}, {"cpu_seconds": 0}], ids=str
+)
+def test_arguments_out_of_range(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Sandbox(**arguments)
+
+
+def test_many_threads_at_once():
+    sessions = Sessions(Sandbox(preload=()), timeout=5.0, max_idle=4)
+    outputs = {}
+
+    def work(number):
+        session = sessions.new()
+        session.run(f"x = {number}")
+        outputs[number] = session.run("x * x").output
+        session.close()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == {number: f"{number * number}\n" for number in range(24)}
+    assert sessions.idle == 0
+    sessions.close()

@@ -1,0 +1,160 @@
+"""
+Whether an answer to a mathematical problem is right, by `math-verify`, and the reward function that says so.
+
+Comparing two expressions may take for ever (`9^{9^{9^9}}`), and both come from outside: it is done in the sandbox that
+programs of a policy run in, with its limits on time and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from .python import find_code
+from .sandbox import Interpreter, Sandbox
+
+
+_THINKING = re.compile(r"^.*</think>", re.DOTALL)
+
+MAX_USES = 500  # comparisons of a process: sympy keeps what it has seen
+START_TIMEOUT = 60.0
+
+# Run once by every interpreter. Without the timeouts of math-verify itself: they need the main thread, and signals
+_PREPARE = r"""
+import logging
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+def is_right(answer, text, boxed):
+    gold = parse("\\boxed{" + answer + "}", parsing_timeout=None)
+    latex = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not boxed)
+    configs = [latex] if boxed else [latex, ExprExtractionConfig()]
+    given = parse(text, extraction_config=configs, extraction_mode="first_match", parsing_timeout=None)
+    return bool(gold) and verify(gold, given, timeout_seconds=None)
+"""
+
+
+class AnswerChecker:
+    """
+    Compares answers.
+
+    Args:
+        require_box (`bool`, *optional*, defaults to `False`):
+            Whether an answer counts only if it stands in `\\boxed{}` or in a formula. Otherwise the last expression of
+            the text is the answer where there is neither.
+        timeout (`float`, *optional*, defaults to `5.0`):
+            Seconds for a comparison. An answer that takes longer is wrong.
+        isolation (`str`, *optional*, defaults to `"strict"`):
+            See [`Sandbox`].
+
+    Raises:
+        ValueError: if `timeout` is not positive.
+    """
+
+    def __init__(self, require_box: bool = False, timeout: float = 5.0, isolation: str = "strict"):
+        if timeout <= 0:
+            raise ValueError(f"`timeout` must be positive, got {timeout}.")
+        self.require_box = require_box
+        self.timeout = timeout
+        self._sandbox = Sandbox(memory_mb=1024, preload=("math_verify",), isolation=isolation)
+        self._free: list[tuple[Interpreter, int]] = []  # with the number of comparisons they have made
+        self._lock = threading.Lock()
+
+    def __call__(self, answer: str, text: str) -> bool:
+        """
+        Args:
+            answer (`str`):
+                Right answer, LaTeX or plain.
+            text (`str`):
+                What the policy said last. What stands before `</think>` is left out.
+
+        Returns:
+            `bool`: whether they say the same.
+
+        Raises:
+            ImportError: if `math-verify` is not installed.
+            SandboxError: if programs can't be isolated on this machine.
+        """
+        program = f"is_right({answer!r}, {_THINKING.sub('', text)!r}, {self.require_box})"
+        interpreter, uses = self._take()
+        result = interpreter.run(program, self.timeout, 3 * self.timeout)
+        if uses and result.error is not None and not result.timed_out:
+            # Out of memory, for instance, which may be the fault of earlier answers
+            interpreter.close()
+            interpreter, uses = self._start(), 0
+            result = interpreter.run(program, self.timeout, 3 * self.timeout)
+        if result.error is None and uses + 1 < MAX_USES:
+            with self._lock:
+                self._free.append((interpreter, uses + 1))
+        else:
+            interpreter.close()
+        return result.output.strip() == "True"
+
+    def _take(self) -> tuple[Interpreter, int]:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return self._start(), 0
+
+    def _start(self) -> Interpreter:
+        interpreter = self._sandbox.start()
+        prepared = interpreter.run(_PREPARE, START_TIMEOUT, START_TIMEOUT)
+        if prepared.error is not None:
+            interpreter.close()
+            raise ImportError(f"Answers can't be checked: pip install math-verify.\n{prepared.error}")
+        return interpreter
+
+    def close(self) -> None:
+        """Ends the processes."""
+        with self._lock:
+            free, self._free = self._free, []
+        for interpreter, _ in free:
+            interpreter.close()
+        self._sandbox.close()
+
+
+_default: AnswerChecker | None = None
+_default_lock = threading.Lock()
+
+
+def math_accuracy(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+    """
+    Reward function: whether the last turn gives the right answer.
+
+    Args:
+        completions (`list[list[dict]]` or `list[str]`):
+            Completions, as conversations or as text.
+        answer (`list[str]`):
+            Right answers, the data set's column `answer`.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 each. A last turn that still runs a program is no answer.
+    """
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = AnswerChecker()
+    checker = _default
+    # Together: each answer that is hard to compare takes as long as the checker lets it
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        right = pool.map(partial(is_right_answer, checker), completions, answer)
+        return [float(value) for value in right]
+
+
+def is_right_answer(checker: AnswerChecker, completion: Any, answer: str) -> bool:
+    """Whether a completion ends with the right answer."""
+    text = completion if isinstance(completion, str) else last_words(completion)
+    return find_code(text) is None and checker(answer, text)
+
+
+def last_words(messages: Sequence[dict[str, Any]]) -> str:
+    """The text of the assistant's last message; empty if it ends with a tool's or a user's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return ""
+    content = messages[-1].get("content") or ""
+    return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)

@@ -1,0 +1,142 @@
+"""
+Python sessions: a namespace that belongs to one branch, and that can be forked.
+
+    session ── run ── run ── run        one confined interpreter, kept between programs
+                 └─ fork ── run         a fresh interpreter that runs the first programs again when it is first needed
+
+A session is what it has run, so a fork costs nothing until it is used, and an interpreter that lies idle can be ended
+for another: at most `max_idle` of them wait at a time, however many branches are live.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from .client import Interpreter, Result, Sandbox
+
+
+class Sessions:
+    """
+    Makes sessions, and keeps the interpreters of those that are between two programs.
+
+    Args:
+        sandbox ([`Sandbox`]):
+            Starts interpreters.
+        timeout (`float`, *optional*, defaults to `5.0`):
+            Seconds of CPU time of a program.
+        wall_timeout (`float`, *optional*):
+            Seconds on the clock; three times `timeout` by default, since programs share the machine.
+        max_idle (`int`, *optional*, defaults to `128`):
+            Interpreters that are kept between two programs.
+    """
+
+    def __init__(self, sandbox: Sandbox, timeout: float = 5.0, wall_timeout: float | None = None, max_idle: int = 128):
+        if timeout <= 0 or wall_timeout is not None and wall_timeout <= 0:
+            raise ValueError(f"Timeouts must be positive, got {timeout} and {wall_timeout}.")
+        if max_idle < 0:
+            raise ValueError(f"`max_idle` must not be negative, got {max_idle}.")
+        self.sandbox = sandbox
+        self.timeout = timeout
+        self.wall_timeout = 3 * timeout if wall_timeout is None else wall_timeout
+        self.max_idle = max_idle
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[PythonSession, Interpreter] = OrderedDict()
+        self._checked = False
+
+    def check(self) -> None:
+        """Starts an interpreter, the first time.
+
+        Raises:
+            SandboxError: if programs can't be isolated on this machine.
+        """
+        with self._lock:
+            if not self._checked:
+                self.sandbox.start().close()
+                self._checked = True
+
+    def new(self) -> PythonSession:
+        """A session that has run nothing yet. Its interpreter is started when it runs something."""
+        return PythonSession(self)
+
+    def take(self, session: PythonSession) -> Interpreter | None:
+        """The session's interpreter, for it alone; `None` if it has none, or no more."""
+        with self._lock:
+            return self._idle.pop(session, None)
+
+    def keep(self, session: PythonSession, interpreter: Interpreter) -> None:
+        """Keeps the session's interpreter for its next program, and ends the one that has waited longest if that makes
+        too many."""
+        ended = []
+        with self._lock:
+            self._idle[session] = interpreter
+            while len(self._idle) > self.max_idle:
+                ended.append(self._idle.popitem(last=False)[1])
+        for interpreter in ended:
+            interpreter.close()
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def close(self) -> None:
+        """Ends all interpreters."""
+        with self._lock:
+            interpreters = list(self._idle.values())
+            self._idle.clear()
+        for interpreter in interpreters:
+            interpreter.close()
+        self.sandbox.close()
+
+
+class PythonSession:
+    """One namespace. Not for several threads at once."""
+
+    def __init__(self, sessions: Sessions, history: tuple[tuple[str, Result], ...] = ()):
+        self._sessions = sessions
+        # What the namespace is made of; begins anew when an interpreter is lost
+        self._history = history
+
+    def run(self, code: str) -> Result:
+        """Runs a program after those that this session has run already.
+
+        Raises:
+            SandboxError: if programs can't be isolated on this machine.
+        """
+        interpreter = self._sessions.take(self)
+        if interpreter is None:
+            interpreter = self._sessions.sandbox.start()
+            for earlier, known in self._history:
+                if self._run(interpreter, earlier) != known:
+                    interpreter.close()
+                    self._history = ()
+                    return Result(
+                        "",
+                        "The interpreter had to be started again, and the earlier programs did not do the same as "
+                        "before: all variables are lost. This program was not run.",
+                        lost=True,
+                    )
+        result = self._run(interpreter, code)
+        if result.lost:
+            self._history = ()
+        else:
+            self._history += ((code, result),)
+            self._sessions.keep(self, interpreter)
+        return result
+
+    def _run(self, interpreter: Interpreter, code: str) -> Result:
+        try:
+            return interpreter.run(code, self._sessions.timeout, self._sessions.wall_timeout)
+        except BaseException:
+            interpreter.close()
+            raise
+
+    def fork(self) -> PythonSession:
+        """A session in the same state. It shares nothing that changes."""
+        return PythonSession(self._sessions, self._history)
+
+    def close(self) -> None:
+        """Ends the session's interpreter."""
+        interpreter = self._sessions.take(self)
+        if interpreter is not None:
+            interpreter.close()
