@@ -1,11 +1,24 @@
 """Search environment: what a policy may write, what it reads, and that branches never see each other's state."""
 
 import copy
+import inspect
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trace_trl.environments.search import ParagraphIndex, SearchEnvironment, SearchState, parse_action, search_env
+from trace_trl.environments.base import Action
+from trace_trl.environments.callback import CallbackEnvironment
+from trace_trl.environments.retrieval import CorpusIndex, Page, RetrievalError
+from trace_trl.environments.search import (
+    ParagraphIndex,
+    SearchEnvironment,
+    SearchState,
+    SearchTools,
+    parse_action,
+    search_env,
+)
+from trace_trl.environments.tools import ToolEnvironment, environment_tools
 
 
 CONTEXT = [
@@ -215,3 +228,179 @@ def test_the_index_is_built_once_under_threads(monkeypatch):
         results = list(pool.map(index.search, ["clown", "demon"] * 20))
     assert len(built) == 1
     assert results == [(4,), (2,)] * 20
+
+
+# With a retriever
+
+
+class Scripted:
+    """A retriever that gives one thing after the other, the last one forever; exceptions are raised."""
+
+    url = "http://10.0.0.1:8000/retrieve"
+
+    def __init__(self, *results):
+        self.results = list(results)
+        self.asked = []
+
+    def search(self, query, k):
+        self.asked.append((query, k))
+        result = self.results.pop(0) if len(self.results) > 1 else self.results[0]
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+
+PAGES = [Page("Dogwoman", ("It was created by Magda Szubanski.", "Dogs like her.")), Page("Alû", ("Alû is a demon.",))]
+
+
+def test_a_retriever_searches_for_all_rows():
+    retriever = Scripted(PAGES)
+    env_reset, env_step = search_env(k=2, max_observation_chars=100, retriever=retriever)
+    state = env_reset({"question": "?", "context": 3})
+    assert state.index is None
+    result = env_step(state, "Action: search[Who made it?]", [])
+    assert result.observation == (
+        "Observation: Dogwoman: It was created by Magda Szubanski. Dogs like her.\nAlû: Alû is a demon."
+    )
+    assert retriever.asked == [("Who made it?", 2)]
+    assert "(Result 1 / 1) Dogs like her." in env_step(state, "Action: lookup[dogs]", []).observation
+    assert env_step(state, "Action: finish[her]", []).done and state.answer == "her"
+    assert result.info == {"searches": 1, "lookups": 0, "invalid_actions": 0, "failed_searches": 0}
+
+
+def test_a_corpus_shows_what_the_row_s_own_paragraphs_show(tmp_path):
+    corpus = CorpusIndex.build(CONTEXT, tmp_path / "corpus", show_progress=False)
+    env, state = started(k=2)
+    other = environment(k=2, retriever=corpus)
+    second = other.reset({"question": "?"})
+    for action in ("search[Magda Szubanski]", "lookup[born]", "lookup[born]", "search[zebra]", "search[the]", "x[y]"):
+        first_answer, second_answer = env.step(state, f"Action: {action}"), other.step(second, f"Action: {action}")
+        assert first_answer.observation == second_answer.observation
+    assert state.pages == second.pages
+
+
+@pytest.mark.parametrize(
+    ("fault", "shown"),
+    [
+        (
+            RetrievalError("the server answered with status 500 3 times."),
+            "the server answered with status 500 3 times.",
+        ),
+        (RetrievalError(), "RetrievalError"),
+        (KeyError("result"), "KeyError: 'result'"),
+        (ZeroDivisionError(), "ZeroDivisionError: ZeroDivisionError"),
+        (RetrievalError("x" * 999), "x" * 400 + " ..."),
+        # Not a list of pages
+        (None, "TypeError: "),
+        ([3], "TypeError: "),
+        ([("a", "b", "c")], "ValueError: "),
+        ([("a", None)], "TypeError: "),
+    ],
+)
+def test_a_search_that_fails_is_an_observation(fault, shown):
+    env = environment(retriever=Scripted(PAGES[:1], fault, fault, PAGES[1:]))
+    state = env.reset({})
+    env.step(state, "Action: search[dogs]")
+    for count in (1, 2):
+        result = env.step(state, "Action: search[again]")
+        assert result.observation.startswith(f"Observation: The search failed: {shown}")
+        assert not result.done and result.info["failed_searches"] == state.failed == count
+    # The page is kept, and the next search works
+    assert "(Result 1 / 1) Dogs like her." in env.step(state, "Action: lookup[dogs]").observation
+    assert env.step(state, "Action: search[demon]").observation == "Observation: Alû: Alû is a demon."
+    assert (state.searches, state.failed, state.invalid) == (4, 2, 0)
+
+
+def test_the_first_failure_is_logged_with_the_address(caplog):
+    env = environment(retriever=Scripted(RetrievalError("the server is away.")))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert "10.0.0.1" not in env.step(env.reset({}), "Action: search[a]").observation
+    (record,) = caplog.records
+    assert "Scripted at http://10.0.0.1:8000/retrieve failed: the server is away." in record.getMessage()
+
+
+def test_a_retriever_may_be_anything_with_the_method():
+    with pytest.raises(TypeError, match=r"search\(query, k\), str has none"):
+        environment(retriever="http://10.0.0.1")
+    # Plain tuples do, and more than was asked for is not shown
+    env = environment(k=1, retriever=Scripted([("A", ["a."]), ("B", ["b."])]))
+    state = env.reset({})
+    assert env.step(state, "Action: search[a]").observation == "Observation: A: a."
+    assert state.pages == (Page("A", ("a.",)),)
+
+
+def test_forks_keep_the_pages_a_retriever_found():
+    env = environment(retriever=Scripted(PAGES[:1], PAGES[1:]))
+    episodes = CallbackEnvironment(env.step, env.reset)
+    episode = episodes.reset({"question": "?"}, "?")
+
+    def act(episode, text):
+        return episode.step(Action(text, {"role": "assistant", "content": text}, [])).messages[0]["content"]
+
+    act(episode, "Action: search[dogs]")
+    fork = episode.fork()
+    assert fork.environment == episode.environment and fork.environment is not episode.environment
+    act(fork, "Action: search[demon]")
+    assert "Dogs like her" in act(episode, "Action: lookup[dogs]")
+    assert "Alû is a demon" in act(fork, "Action: lookup[demon]")
+    assert episode.environment.pages == (PAGES[0],) and fork.environment.pages == (PAGES[1],)
+
+
+# As tools
+
+
+def test_tools_have_schemas():
+    from transformers.utils import get_json_schema
+
+    tools = environment_tools(SearchTools())
+    assert [tool.__name__ for tool in tools] == ["lookup", "search"]
+    for tool, argument in zip(tools, ("term", "query"), strict=True):
+        function = get_json_schema(tool)["function"]
+        assert function["parameters"]["required"] == [argument]
+        assert function["parameters"]["properties"][argument]["description"]
+
+
+def call(episode, name, **arguments):
+    message = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+    reply = episode.step(Action("", message, []))
+    reply = reply if not inspect.iscoroutine(reply) else pytest.fail("a coroutine")
+    return reply.messages[0]["content"]
+
+
+def test_tools_show_what_actions_show():
+    episodes = ToolEnvironment(factories={None: lambda: SearchTools(environment(k=1))})
+    prompt = [{"role": "user", "content": "?"}]
+    episode = episodes.reset({"question": "?", "context": CONTEXT, "prompt": prompt}, prompt)
+    assert episode.prompt == prompt
+    env, state = started()
+    for name, argument, value in (
+        ("lookup", "term", "born"),
+        ("search", "query", " Magda\nSzubanski "),
+        ("lookup", "term", "born"),
+        ("search", "query", "zebra"),
+    ):
+        expected = env.step(state, f"Action: {name}[{' '.join(value.split())}]").observation
+        assert call(episode, name, **{argument: value}) == expected.removeprefix("Observation: ")
+    fork = episode.fork()
+    assert "(Result 2 / 2)" in call(fork, "lookup", term="born")
+    assert "(Result 2 / 2)" in call(episode, "lookup", term="born")
+    assert fork.environment.state.index is episode.environment.state.index
+    for value in ("", " ", "\n"):
+        assert "empty" in call(episode, "search", query=value)
+    assert call(episode, "search", query=1961).startswith("Magda Szubanski: ")
+    assert episode.environment.state.invalid == 3
+    # An instance is used again for other rows
+    assert environment_tools(episode.environment)
+    episode.environment.reset(context=[["B", ["b."]]])
+    assert call(episode, "lookup", term="born").startswith("There is no page")
+
+
+def test_tools_show_failures():
+    tools = SearchTools(environment(retriever=Scripted(RetrievalError("the server is away."))))
+    tools.reset(question="?")
+    assert tools.search("a") == "The search failed: the server is away."
+    assert tools.state.failed == 1

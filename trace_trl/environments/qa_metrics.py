@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -75,3 +76,49 @@ def f1_score(prediction: str, reference: str) -> float:
     precision = common / len(predicted_tokens)
     recall = common / len(expected_tokens)
     return 2 * precision * recall / (precision + recall)
+
+
+def best_exact_match(prediction: str, references: str | Sequence[str]) -> float:
+    """
+    The best [`exact_match`] over an answer and its aliases, as SQuAD and MuSiQue score them.
+
+    Args:
+        prediction (`str`):
+            Answer given.
+        references (`str` or `Sequence[str]`):
+            Right answers, at least one.
+
+    Returns:
+        `float`: 1.0 or 0.0.
+
+    Raises:
+        ValueError: if there is no right answer.
+    """
+    return _best(exact_match, prediction, references)
+
+
+def best_f1(prediction: str, references: str | Sequence[str]) -> float:
+    """
+    The best [`f1_score`] over an answer and its aliases, as SQuAD and MuSiQue score them.
+
+    Args:
+        prediction (`str`):
+            Answer given.
+        references (`str` or `Sequence[str]`):
+            Right answers, at least one.
+
+    Returns:
+        `float`: F1 in [0, 1].
+
+    Raises:
+        ValueError: if there is no right answer.
+    """
+    return _best(f1_score, prediction, references)
+
+
+def _best(score: Callable[[str, str], float], prediction: str, references: str | Sequence[str]) -> float:
+    if isinstance(references, str):
+        references = [references]
+    if not references:
+        raise ValueError("There is no right answer to compare with: give at least one reference.")
+    return max(score(prediction, reference) for reference in references)

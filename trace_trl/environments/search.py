@@ -1,5 +1,5 @@
 """
-Search over one question's own paragraphs, for multi-hop question answering with text actions.
+Search for multi-hop question answering with text actions: over a question's own paragraphs, or with a [`Retriever`].
 
     question ── Thought, Action: search[Dogwoman] ── Observation: Dogwoman: The telemovies were created by ...
              ── Thought, Action: search[Magda Szubanski] ── Observation: ...
@@ -10,20 +10,26 @@ The action space is ReAct's (arXiv 2210.03629): `search[query]`, `lookup[term]`,
 
 A [`SearchState`] holds only what an episode did so far, in immutable fields, and a [`ParagraphIndex`] that never
 changes once built: a fork is a shallow copy, and all branches of a prompt share one index.
+
+[`SearchTools`] is the same for models that call tools: `search` and `lookup`, and a last message with the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import html
+import logging
 import re
-import threading
-import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .base import StepResult
+from .base import StepResult, describe
+from .retrieval import Page, ParagraphIndex, RetrievalError, Retriever, fold
+
+
+__all__ = ["ParagraphIndex", "SearchEnvironment", "SearchState", "SearchTools", "parse_action", "search_env"]
+
+logger = logging.getLogger(__name__)
 
 
 SYNTAX = "Action: search[query], Action: lookup[term] or Action: finish[answer]"
@@ -31,18 +37,6 @@ SYNTAX = "Action: search[query], Action: lookup[term] or Action: finish[answer]"
 # `Action:` as ReAct prompts and chat models write it: numbered, bold, or in any case.
 _MARKER = re.compile(r"\baction\s*\d*\W{0,2}:[\s*`]*", re.IGNORECASE)
 _CALL = re.compile(r"([a-z_]+)\s*\[", re.IGNORECASE)
-_TOKEN = r"(?u)\b\w+\b"
-_TITLE_WEIGHT = 2
-
-
-def _fold(text: str) -> str:
-    """Lower case without accents: a policy often spells "Alû" as "Alu"."""
-    return "".join(char for char in unicodedata.normalize("NFKD", text.lower()) if not unicodedata.combining(char))
-
-
-def _clean(text: Any) -> str:
-    """Collapses white space and resolves the HTML entities that HotpotQA's titles still hold."""
-    return " ".join(html.unescape(str(text)).split())
 
 
 def parse_action(text: str) -> tuple[str | None, str]:
@@ -84,106 +78,30 @@ def _truncate(text: str, limit: int) -> str:
     return (head if space else text[:limit]) + " ..."
 
 
-class ParagraphIndex:
-    """
-    BM25 over the paragraphs of one question, built at the first search and read-only from then on.
-
-    Args:
-        context (`Sequence` or `Mapping`):
-            Paragraphs as the HotpotQA files have them, `[[title, [sentence, ...]], ...]`, or as its Hub data set has
-            them, `{"title": [...], "sentences": [[...], ...]}`.
-
-    Raises:
-        ValueError: if `context` has neither form.
-    """
-
-    def __init__(self, context: Sequence[Any] | Mapping[str, Any]):
-        try:
-            if isinstance(context, Mapping):
-                context = list(zip(context["title"], context["sentences"], strict=True))
-            self.paragraphs: list[tuple[str, tuple[str, ...]]] = [
-                (_clean(title), tuple(_clean(sentence) for sentence in sentences)) for title, sentences in context
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                "`context` must be [[title, [sentence, ...]], ...] or {'title': [...], 'sentences': [[...], ...]}."
-            ) from error
-        self._titles = [_fold(title) for title, _ in self.paragraphs]
-        self._retriever: Any = None
-        self._built = False
-        self._lock = threading.Lock()
-
-    @staticmethod
-    def _tokenize(texts: list[str]) -> list[list[str]]:
-        import bm25s
-
-        return bm25s.tokenize(texts, token_pattern=_TOKEN, stopwords="en", return_ids=False, show_progress=False)
-
-    def _scores(self, query: str) -> list[float]:
-        nothing = [0.0] * len(self.paragraphs)
-        tokens = self._tokenize([query])[0]
-        if not tokens:
-            return nothing
-        with self._lock:
-            if not self._built:
-                texts = [" ".join([title] * _TITLE_WEIGHT + list(sentences)) for title, sentences in self.paragraphs]
-                corpus = self._tokenize([_fold(text) for text in texts])
-                # bm25s can't index a corpus without words.
-                if any(corpus):
-                    import bm25s
-
-                    self._retriever = bm25s.BM25()
-                    self._retriever.index(corpus, show_progress=False)
-                self._built = True
-        return nothing if self._retriever is None else self._retriever.get_scores(tokens).tolist()
-
-    def search(self, query: str, k: int = 1) -> tuple[int, ...]:
-        """
-        Ranks paragraphs for a query.
-
-        Args:
-            query (`str`):
-                Words to look for. A query that is a paragraph's title finds that paragraph first.
-            k (`int`, *optional*, defaults to `1`):
-                Largest number of paragraphs.
-
-        Returns:
-            `tuple[int, ...]`: positions of at most `k` paragraphs that share a word with the query, best first; equal
-            scores keep the order of the context.
-        """
-        if not self.paragraphs:
-            return ()
-        query = _fold(query)
-        scores = self._scores(query)
-        for position, title in enumerate(self._titles):
-            if title == query:
-                scores[position] = float("inf")
-        ranked = sorted(range(len(scores)), key=lambda position: -scores[position])
-        return tuple(position for position in ranked[:k] if scores[position] > 0)
-
-
 @dataclass(slots=True)
 class SearchState:
     """
     What one episode did so far.
 
     Attributes:
-        index ([`ParagraphIndex`]): the question's paragraphs; shared by all forks.
-        pages (`tuple[int, ...]`): paragraphs found by the last search that found any.
+        index ([`ParagraphIndex`] or `None`): the question's paragraphs, shared by all forks; `None` with a retriever.
+        pages (`tuple[Page, ...]`): paragraphs found by the last search that found any.
         term (`str` or `None`): term of the last lookup in `pages`.
         results (`int`): how many sentences with `term` were shown.
         answer (`str` or `None`): argument of `finish`; `None` while the episode runs.
         searches (`int`), lookups (`int`), invalid (`int`): turns of each kind; `invalid` ones had no readable action.
+        failed (`int`): searches that the retriever could not make.
     """
 
-    index: ParagraphIndex
-    pages: tuple[int, ...] = ()
+    index: ParagraphIndex | None = None
+    pages: tuple[Page, ...] = ()
     term: str | None = None
     results: int = 0
     answer: str | None = None
     searches: int = 0
     lookups: int = 0
     invalid: int = 0
+    failed: int = 0
 
     def fork(self) -> SearchState:
         """An independent copy that shares the index, the one field that is not immutable and never changes."""
@@ -192,15 +110,19 @@ class SearchState:
 
 class SearchEnvironment:
     """
-    Answers search, lookup and finish actions over the paragraphs in the `context` column of a row.
+    Answers search, lookup and finish actions.
 
-    It never gives a reward: a reward function reads the answer from the final states, `environments[i].answer`.
+    It never gives a reward: a reward function reads the answer from the final states, `environments[i].answer`. Nor
+    does a search that fails end anything: the policy reads why, and `info` counts it under `failed_searches`.
 
     Args:
         k (`int`, *optional*, defaults to `1`):
             Paragraphs shown by a search.
         max_observation_chars (`int`, *optional*, defaults to `400`):
             Largest length of the text shown by an action, titles not counted. The paragraphs of one search share it.
+        retriever ([`Retriever`], *optional*):
+            Searches for all rows, such as a [`CorpusIndex`] or a [`RetrievalServer`]. By default, each row's own
+            paragraphs are searched, which are in its `context` column.
 
     Example:
 
@@ -214,16 +136,23 @@ class SearchEnvironment:
     ```
     """
 
-    def __init__(self, k: int = 1, max_observation_chars: int = 400):
+    def __init__(self, k: int = 1, max_observation_chars: int = 400, retriever: Retriever | None = None):
         if k < 1 or max_observation_chars < k:
             raise ValueError(f"Needs 1 <= k <= max_observation_chars, got {k} and {max_observation_chars}.")
         self.k = k
         self.max_observation_chars = max_observation_chars
+        if retriever is not None and not isinstance(retriever, Retriever):
+            raise TypeError(f"`retriever` needs a method search(query, k), {type(retriever).__name__} has none.")
+        self.retriever = retriever
+        self._warned = False
 
     def reset(self, example: Mapping[str, Any]) -> SearchState:
-        """Starts an episode for a row with a `context` column (see [`ParagraphIndex`])."""
+        """Starts an episode. Without a retriever, the row needs a `context` column (see [`ParagraphIndex`])."""
+        if self.retriever is not None:
+            return SearchState()
         if "context" not in example:
-            raise ValueError(f"The row has no `context` column, only: {', '.join(map(str, example))}.")
+            columns = ", ".join(map(str, example))
+            raise ValueError(f"The row has no `context` column, only: {columns}. Add one, or pass a `retriever`.")
         return SearchState(ParagraphIndex(example["context"]))
 
     def step(self, state: SearchState, action: str, messages: Any = None) -> StepResult:
@@ -249,39 +178,63 @@ class SearchEnvironment:
         elif not argument:
             observation, name = f"The brackets are empty. Write Action: {name}[...].", None
         elif name == "search":
-            observation = self._search(state, argument)
+            observation = self.search(state, argument)
         elif name == "lookup":
-            observation = self._lookup(state, argument)
+            observation = self.lookup(state, argument)
         else:
             state.answer = argument
         state.invalid += name is None
         info = {"searches": state.searches, "lookups": state.lookups, "invalid_actions": state.invalid}
+        if self.retriever is not None:
+            info["failed_searches"] = state.failed
         if name == "finish":
             return StepResult(done=True, info=info)
         return StepResult(f"Observation: {observation}", info=info)
 
-    def _search(self, state: SearchState, query: str) -> str:
+    def search(self, state: SearchState, query: str) -> str:
+        """What a search shows, without the word "Observation"; changes `state` in place."""
         state.searches += 1
-        pages = state.index.search(query, self.k)
+        try:
+            pages = self._find(state, query)
+        except RetrievalError as error:
+            problem = describe(error)
+            self._warn(problem, error)
+            state.failed += 1
+            return f"The search failed: {_truncate(problem, self.max_observation_chars)}"
         if not pages:
             return f"Nothing found for {_truncate(query, self.max_observation_chars)}. Try other words."
         state.pages, state.term, state.results = pages, None, 0
         limit = self.max_observation_chars // len(pages)
-        found = (state.index.paragraphs[page] for page in pages)
-        return "\n".join(f"{title}: {_truncate(' '.join(sentences), limit)}" for title, sentences in found)
+        return "\n".join(f"{page.title}: {_truncate(' '.join(page.sentences), limit)}" for page in pages)
 
-    def _lookup(self, state: SearchState, term: str) -> str:
+    def _find(self, state: SearchState, query: str) -> tuple[Page, ...]:
+        if self.retriever is None:
+            return tuple(state.index.pages(query, self.k))  # type: ignore[union-attr]
+        try:
+            found = self.retriever.search(query, self.k)
+            return tuple(Page(str(title), tuple(map(str, sentences))) for title, sentences in found)[: self.k]
+        except RetrievalError:
+            raise
+        except Exception as error:  # of a retriever that is not ours
+            raise RetrievalError(f"{type(error).__name__}: {describe(error)}") from error
+
+    def _warn(self, problem: str, error: RetrievalError) -> None:
+        if not self._warned:
+            self._warned = True
+            url = getattr(self.retriever, "url", None)
+            at = type(self.retriever).__name__ + (f" at {url}" if url else "")
+            logger.warning(
+                "A search by %s failed: %s Later ones are only counted.", at, problem, exc_info=error.__cause__
+            )
+
+    def lookup(self, state: SearchState, term: str) -> str:
+        """What a lookup shows, without the word "Observation"; changes `state` in place."""
         state.lookups += 1
         if not state.pages:
             return "There is no page to look in yet. Search first."
-        if state.term is None or _fold(state.term) != _fold(term):
+        if state.term is None or fold(state.term) != fold(term):
             state.term, state.results = term, 0
-        hits = [
-            sentence
-            for page in state.pages
-            for sentence in state.index.paragraphs[page][1]
-            if _fold(term) in _fold(sentence)
-        ]
+        hits = [sentence for page in state.pages for sentence in page.sentences if fold(term) in fold(sentence)]
         if state.results >= len(hits):
             return "No more results."
         state.results += 1
@@ -290,7 +243,7 @@ class SearchEnvironment:
 
 
 def search_env(
-    k: int = 1, max_observation_chars: int = 400
+    k: int = 1, max_observation_chars: int = 400, retriever: Retriever | None = None
 ) -> tuple[Callable[[Mapping[str, Any]], SearchState], Callable[[SearchState, str, Any], StepResult]]:
     """
     The two callbacks of a [`SearchEnvironment`], as [`TRACETrainer`] takes them.
@@ -300,6 +253,8 @@ def search_env(
             Paragraphs shown by a search.
         max_observation_chars (`int`, *optional*, defaults to `400`):
             Largest length of the text shown by an action.
+        retriever ([`Retriever`], *optional*):
+            Searches for all rows; by default, each row's own paragraphs are searched.
 
     Returns:
         `tuple[Callable, Callable]`: `env_reset(example) -> state` and
@@ -312,5 +267,66 @@ def search_env(
     trainer = TRACETrainer(..., env_reset=env_reset, env_step=env_step)
     ```
     """
-    environment = SearchEnvironment(k=k, max_observation_chars=max_observation_chars)
+    environment = SearchEnvironment(k=k, max_observation_chars=max_observation_chars, retriever=retriever)
     return environment.reset, environment.step
+
+
+class SearchTools:
+    """
+    The search as an environment of native tool calls. The answer is the last message without a call; a reward function
+    reads it from the completion.
+
+    Args:
+        environment ([`SearchEnvironment`], *optional*):
+            Makes the searches; may be shared. By default, one with default settings.
+
+    Example:
+
+    ```python
+    environment = SearchEnvironment(k=3, retriever=CorpusIndex.open("corpus"))
+    trainer = TRACETrainer(..., environment_factory=lambda: SearchTools(environment))
+    ```
+    """
+
+    def __init__(self, environment: SearchEnvironment | None = None):
+        self.environment = environment or SearchEnvironment()
+        self.state = SearchState()
+
+    def reset(self, **row: Any) -> None:
+        self.state = self.environment.reset(row)
+
+    def fork(self) -> SearchTools:
+        copy = SearchTools(self.environment)
+        copy.state = self.state.fork()
+        return copy
+
+    def search(self, query: str) -> str:
+        """
+        Searches for paragraphs. The title of a page finds that page first.
+
+        Args:
+            query: Words to look for.
+
+        Returns:
+            The beginning of each paragraph that was found.
+        """
+        return self._use(self.environment.search, query)
+
+    def lookup(self, term: str) -> str:
+        """
+        Shows the next sentence with a term on the pages that the last search found.
+
+        Args:
+            term: Text to look for.
+
+        Returns:
+            The sentence.
+        """
+        return self._use(self.environment.lookup, term)
+
+    def _use(self, action: Callable[[SearchState, str], str], argument: Any) -> str:
+        words = " ".join(str(argument).split())
+        if words:
+            return action(self.state, words)
+        self.state.invalid += 1
+        return "The argument is empty. Write what to look for."

@@ -54,7 +54,8 @@ SYSTEM_CALLS = """
     mmap mprotect munmap mremap madvise brk mincore membarrier
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait sigaltstack pause alarm setitimer getitimer
     nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times getrusage sched_yield
-    sched_getaffinity getpid gettid getppid getuid geteuid getgid getegid getpgrp getgroups uname sysinfo getrandom getrlimit getcpu
+    sched_getaffinity getpid gettid getppid getuid geteuid getgid getegid getpgrp getgroups uname sysinfo getrandom
+    getrlimit getcpu
     futex set_robust_list get_robust_list rseq set_tid_address arch_prctl restart_syscall exit exit_group
 """.split()
 
