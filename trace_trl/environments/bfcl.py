@@ -97,7 +97,8 @@ class BFCLEnvironment:
             results come back as tool messages.
         docs (`str`, *optional*, defaults to `"json"`):
             How functions are described: `"json"`, as in BFCL, some 37,000 characters a prompt;
-            `"signatures"`, one line per function, a tenth of that.
+            `"signatures"`, one line per function, a tenth of that; `"brief"`, these lines without a description and in
+            place of BFCL's prompt a short one, for small models that are trained on demonstrations.
         max_steps_per_turn (`int`, *optional*, defaults to `20`):
             Turns of the policy with calls in one user turn. One more, and the episode is lost.
         max_user_turns (`int`, *optional*):
@@ -174,6 +175,10 @@ class BFCLEnvironment:
                 if split is None or (task.index in train) == (split == "train"):
                     rows.append({"prompt": self.prompt(task), "id": task.id, "subset": subset})
         return rows
+
+    def classes(self, example: Mapping[str, Any]) -> set[str]:
+        """Names of the API classes that a row involves."""
+        return set(self.reset(example).task.classes)
 
     def prompt(self, task: Task) -> list[dict[str, str]]:
         """The system message with the functions offered, and the user's first message."""

@@ -35,7 +35,7 @@ from .bfcl_calls import MAX_BITS, Call, parse_calls
 
 
 SUBSETS = ("base", "long_context", "miss_func", "miss_param")
-DOCS = ("json", "signatures")
+DOCS = ("json", "signatures", "brief")
 
 # Qwen3's chat template writes the tools of a conversation like this
 _QWEN_TOOLS = (
@@ -45,6 +45,10 @@ _QWEN_TOOLS = (
     'XML tags:\n<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
 # The package appends this to the functions offered from the start, not to those held out
+_BRIEF = (
+    "Do what the user asks for by calling functions, such as [cd(folder='docs'), ls(a=True)]. Say Done. when it is done."
+    "\n{functions}"
+)
 _HINT = " Note that the provided function is in Python 3 syntax."
 _TYPES = {"string": "str", "integer": "int", "float": "float", "boolean": "bool", "array": "list", "dict": "dict"}
 _CHOICES = re.compile(r"\[Enum\]: (\[[^\]]*\])")
@@ -315,14 +319,16 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def system_message(task: Task, call_format: str, docs: str) -> str:
     """Tells the functions offered and how to call them: BFCL's prompt, or the one that Qwen3's chat template makes."""
     documents = [{**document, "description": document["description"] + _HINT} for document in task.functions]
-    if docs == "signatures":
-        functions = "\n".join(map(_line, task.functions))
+    if docs != "json":
+        functions = "\n".join(_line(document, docs) for document in task.functions)
     elif call_format == "json":
         functions = "\n".join(map(json.dumps, documents))
     else:
         functions = json.dumps(documents, indent=4)
     if call_format == "json":
         return _QWEN_TOOLS.format(functions=functions)
+    if docs == "brief":
+        return _BRIEF.format(functions=functions)
     return _bfcl_prompt("json" if docs == "json" else "Python", functions)
 
 
@@ -332,7 +338,7 @@ def user_messages(task: Task, turn: int, docs: str) -> list[dict[str, str]]:
         return [{"role": message["role"], "content": message["content"]} for message in task.turns[turn]]
     documents = task.held_out[turn]
     # As the package hands them to open models in both formats: the system message can't change any more
-    functions = "\n".join(map(_line, documents)) if docs == "signatures" else str(documents)
+    functions = str(documents) if docs == "json" else "\n".join(_line(document, docs) for document in documents)
     sentence = package("constants.default_prompts").DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
     return [{"role": "user", "content": sentence.format(functions=functions)}]
 
@@ -351,7 +357,7 @@ def _bfcl_prompt(kind: str, functions: str) -> str:
     )
 
 
-def _line(document: Mapping[str, Any]) -> str:
+def _line(document: Mapping[str, Any], docs: str) -> str:
     """`cd(folder: str)  # Change the current working directory to the specified folder.`"""
     parameters = document["parameters"]
     shown = []
@@ -368,5 +374,8 @@ def _line(document: Mapping[str, Any]) -> str:
             default = parameter.get("default", "None")
             text += f" = {None if default == 'None' else default!r}"
         shown.append(text)
+    signature = f"{document['name']}({', '.join(shown)})"
+    if docs == "brief":
+        return signature
     about = document["description"].rpartition("Tool description: ")[2]
-    return f"{document['name']}({', '.join(shown)})  # {about.split('. ')[0].strip().rstrip('.')}."
+    return f"{signature}  # {about.split('. ')[0].strip().rstrip('.')}."

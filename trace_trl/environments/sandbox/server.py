@@ -139,10 +139,6 @@ def become_interpreter(channel: int, server: int, confinement: types.ModuleType,
         os.closerange(4, 1 << 16)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(HOME=request["folder"], TMPDIR=request["folder"])
-        random.seed(0)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(0)
         confinement.die_with_parent(server)
         confinement.confine(**request)
         write_all(3, b"\x00")
@@ -182,6 +178,10 @@ def main() -> None:
             importlib.import_module(name)
         except ImportError:
             pass  # a program that wants it reads the same error
+    # Every interpreter begins with the same random numbers, so that programs can be run again
+    random.seed(0)
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random").seed(0)
     gc.collect()
     gc.freeze()  # these objects are shared with all interpreters as long as nobody writes to them
     own = os.getpid()
