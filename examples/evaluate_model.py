@@ -11,21 +11,29 @@ Evaluates a checkpoint on one of the tasks: pass@1, pass@k, the task's own metri
     python examples/evaluate_model.py --task hotpotqa --rows 40 --samples 4 --adapter examples/warm_start/hotpotqa
     python examples/evaluate_model.py --task hotpotqa --data examples/data/2wikimultihopqa_dev_164.jsonl.gz
     python examples/evaluate_model.py --task math --data examples/data/math500.jsonl.gz --model Qwen/Qwen3-8B \
-        --dtype bfloat16 --max_completion_length 8192 --max_turn_length 4096 --batch_size 64
-    python examples/evaluate_model.py --task bfcl --subset miss_func --model runs/bfcl --call_format json
+        --dtype bfloat16 --max_turns 6 --max_turn_length 4096 --max_completion_length 8192
+    python examples/evaluate_model.py --task bfcl --model Qwen/Qwen3-8B --dtype bfloat16 --call_format json \
+        --chat_template_kwargs '{"enable_thinking": false}' \
+        --max_turns 40 --max_turn_length 2048 --max_completion_length 16384
+
+`--model` takes a full model or a folder with a LoRA adapter, as the training scripts save it. For the small default
+model the settings of its training apply; any other model needs its limits by argument.
+
+An episode is a success if its reward is at least `--success_threshold`. `pass@k` is the unbiased estimate
+1 - C(n - c, k) / C(n, k) for c successes among n samples (Chen et al. 2021).
 
 Every finished episode is a line of `episodes.jsonl` in the output folder; a run that was stopped goes on where it was.
 The table is printed and written to `results.json`. On several GPUs: `accelerate launch --num_processes 8`, each
 process with a whole model.
-
-`pass@k` is the unbiased estimate 1 - C(n - c, k) / C(n, k) for c successes among n samples (Chen et al. 2021).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -34,65 +42,77 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from bfcl import BFCLTask
 from datasets import Dataset
-from hotpotqa import SearchTask
-from mathematics import MathTask
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from smollm2 import MODEL_ID, resolve_model
+from tasks import Row, Task
+from tasks.bfcl import SMALL, BFCLTask
+from tasks.hotpotqa import MAX_TURNS, SearchTask, make_retriever
+from tasks.math import MathTask
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trace_trl import TRACEConfig, TRACETrainer
 from trace_trl.environments.bfcl_calls import CALL_FORMATS
 from trace_trl.environments.bfcl_tasks import DOCS
-from trace_trl.environments.retrieval import CorpusIndex, RetrievalServer
 from trace_trl.tree import RolloutTree
 
 
-# Limits of an episode of the small default model, as it is trained; larger models need more
-LIMITS = {
-    "hotpotqa": {"max_turns": 4, "max_turn_length": 48, "max_completion_length": 320, "success_threshold": 0.3},
-    "math": {"max_turns": 3, "max_turn_length": 112, "max_completion_length": 256, "success_threshold": 0.5},
-    "bfcl": {"max_turns": 8, "max_turn_length": 64, "max_completion_length": 512, "success_threshold": 0.5},
+# How the small default model is trained
+SMALL_SETTINGS: dict[str, dict[str, Any]] = {
+    "hotpotqa": {"max_turns": MAX_TURNS, "max_turn_length": 48, "max_completion_length": 320},
+    "math": {"max_turns": 3, "max_turn_length": 112, "max_completion_length": 256},
+    "bfcl": {"max_turns": 6, "max_turn_length": 64, "max_completion_length": 512, **SMALL},
+}
+LIMITS = ("max_turns", "max_turn_length", "max_completion_length")
+# Arguments that belong to one task, with what they are if they are not given
+OF_TASK: dict[str, dict[str, Any]] = {
+    "hotpotqa": {"search_k": 1, "corpus": None, "retrieval_url": None, "aliases": None},
+    "math": {},
+    "bfcl": {"call_format": "python", "docs": "json", "max_user_turns": None},
 }
 
 
-def make_task(args: argparse.Namespace) -> Any:
+def make_task(args: argparse.Namespace) -> Task:
     if args.task == "math":
         return MathTask()
     if args.task == "bfcl":
-        return BFCLTask(call_format=args.call_format, docs=args.docs, max_user_turns=args.max_user_turns)
-    retriever = None
-    if args.retrieval_url is not None:
-        retriever = RetrievalServer(args.retrieval_url)
-    elif args.corpus is not None:
-        retriever = CorpusIndex.open(args.corpus)
-    return SearchTask(k=args.search_k, max_observation_chars=args.max_observation_chars, retriever=retriever)
+        return BFCLTask(
+            call_format=args.call_format,
+            docs=args.docs,
+            max_user_turns=args.max_user_turns,
+            max_observation_chars=args.max_observation_chars,
+        )
+    kwargs = {} if args.max_observation_chars is None else {"max_observation_chars": args.max_observation_chars}
+    return SearchTask(k=args.search_k, retriever=make_retriever(args.corpus, args.retrieval_url), **kwargs)
 
 
-def load_rows(task: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows to evaluate on, each with an `id` and a `subset`."""
-    if args.task == "bfcl":
-        rows = task.test_rows(args.subset)
-    else:
-        rows = task.test_rows(args.data, config=args.data_config, split=args.data_split)
-        rows = [row for row in rows if args.subset in (None, row["subset"])]
-    if not rows:
-        raise SystemExit(f"No row has the subset {args.subset!r}.")
-    return rows[: args.rows or None]
+def choose_rows(task: Task, args: argparse.Namespace) -> list[Row]:
+    """The rows to evaluate on."""
+    kwargs = {"aliases": args.aliases} if args.task == "hotpotqa" else {}
+    rows = task.test_rows(args.data, config=args.data_config, split=args.data_split, **kwargs)
+    kept = [row for row in rows if args.subset in (None, row["subset"])]
+    if not kept:
+        kinds = ", ".join(sorted({row["subset"] for row in rows}))
+        raise SystemExit(f"No row has the subset {args.subset!r}: there are {kinds}.")
+    return kept[: args.rows or None]
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    path = resolve_model(args.model)
+    name, adapter = args.model, args.adapter
+    if (Path(name) / "adapter_config.json").is_file():
+        if adapter is not None:
+            raise SystemExit(f"{name} is an adapter itself: drop --adapter.")
+        name, adapter = PeftConfig.from_pretrained(name).base_model_name_or_path, name
+    path = resolve_model(name)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype)
-    if args.adapter is not None:
-        model = PeftModel.from_pretrained(model, args.adapter).merge_and_unload()
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return model, tokenizer
 
 
-def make_trainer(task: Any, rows: list[dict], args: argparse.Namespace) -> TRACETrainer:
+def make_trainer(task: Task, rows: list[Row], args: argparse.Namespace) -> TRACETrainer:
     """A trainer that only rolls out."""
     model, tokenizer = load_model(args)
     config = TRACEConfig(
@@ -104,7 +124,10 @@ def make_trainer(task: Any, rows: list[dict], args: argparse.Namespace) -> TRACE
         continuations_per_root=0,
         root_allocation="uniform",
         train_predictor=False,
-        temperature=args.temperature,
+        # Greedy decoding has no temperature
+        temperature=args.temperature or 1.0,
+        generation_kwargs=None if args.temperature else {"do_sample": False},
+        chat_template_kwargs=args.chat_template_kwargs,
         top_p=args.top_p,
         max_turns=args.max_turns,
         max_turn_length=args.max_turn_length,
@@ -125,7 +148,7 @@ def make_trainer(task: Any, rows: list[dict], args: argparse.Namespace) -> TRACE
     )
 
 
-def describe(tree: RolloutTree, row: dict[str, Any], sample: int, task: Any) -> dict[str, Any]:
+def describe(tree: RolloutTree, row: Row, sample: int, task: Task) -> dict[str, Any]:
     """One finished episode as a line of the file."""
     end = tree.leaves()[0]
     leaf, turns = end.leaf, end.path()
@@ -150,7 +173,7 @@ def pass_at_k(successes: int, samples: int, k: int) -> float:
     return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)
 
 
-def summarise(episodes: Sequence[dict[str, Any]], task: Any) -> dict[str, dict[str, float]]:
+def summarise(episodes: Sequence[dict[str, Any]], task: Task) -> dict[str, dict[str, float]]:
     """Results per subset, and of all episodes under `"all"`."""
     groups: dict[str, list[dict]] = defaultdict(list)
     for episode in episodes:
@@ -160,15 +183,15 @@ def summarise(episodes: Sequence[dict[str, Any]], task: Any) -> dict[str, dict[s
     return {name: _summarise(group, task) for name, group in sorted(groups.items(), key=lambda item: item[0] != "all")}
 
 
-def _summarise(episodes: list[dict[str, Any]], task: Any) -> dict[str, float]:
+def _summarise(episodes: list[dict[str, Any]], task: Task) -> dict[str, float]:
     rows: dict[str, list[bool]] = defaultdict(list)
     for episode in episodes:
         rows[episode["id"]].append(bool(episode["success"]))
     samples = min(map(len, rows.values()))
     results: dict[str, float] = {"rows": len(rows), "samples": samples}
-    for k in sorted({1, samples}):
+    for k in sorted({samples, *(2**n for n in range(samples.bit_length()))}):
         results[f"pass@{k}"] = _mean([pass_at_k(sum(hits), len(hits), k) for hits in rows.values()])
-    results["reward"] = _mean([episode["reward"] for episode in episodes])
+    results[task.reward_name] = _mean([episode["reward"] for episode in episodes])
     for key, name in task.metrics.items():
         results[name] = _mean([episode[key] for episode in episodes])
     results["turns"] = _mean([episode["turns"] for episode in episodes])
@@ -193,46 +216,56 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def read_episodes(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The episodes of a run that was stopped; a last line that is not whole is dropped.
+    """
+    The episodes of a run that was stopped. A last line that is not whole is taken off the file.
 
     Raises:
-        SystemExit: if they are of another setting.
+        SystemExit: if they are of another setting, or if a line among them can't be read.
     """
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
-    episodes = []
-    for line in lines:
+    read = []
+    for number, line in enumerate(lines, start=1):
         try:
-            episodes.append(json.loads(line))
+            read.append(json.loads(line))
         except ValueError:
-            break
-    if episodes and episodes[0].get("settings") != settings:
+            if number < len(lines):
+                raise SystemExit(f"{path}, line {number} can't be read: repair it, or take it out.") from None
+    if read and read[0].get("settings") != settings:
         raise SystemExit(f"{path} holds episodes of another setting: choose another --output_dir, or remove it.")
-    path.write_text("".join(json.dumps(episode) + "\n" for episode in episodes), encoding="utf-8")
-    return episodes[1:]
+    text = "".join(json.dumps(episode) + "\n" for episode in read)
+    if text != path.read_text(encoding="utf-8"):
+        whole = path.with_suffix(".tmp")
+        whole.write_text(text, encoding="utf-8")
+        os.replace(whole, path)
+    return read[1:]
 
 
 def main() -> None:
     args = parse_arguments()
     task = make_task(args)
-    rows = load_rows(task, args)
+    rows = choose_rows(task, args)
+    if len(rows) < int(os.environ.get("WORLD_SIZE", 1)):
+        raise SystemExit(f"There are {len(rows)} rows for {os.environ['WORLD_SIZE']} processes: start fewer of them.")
     trainer = make_trainer(task, rows, args)
     accelerator = trainer.accelerator
     main_process = accelerator.is_main_process
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "episodes.jsonl"
-    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "batch_size")}
-    episodes = read_episodes(path, settings) if main_process else []
-    done = {(episode["id"], episode["sample"]) for episode in gather_object(episodes)}
+    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "batch_size", "rows")}
+    with accelerator.main_process_first():
+        episodes = read_episodes(path, settings)
+    chosen = {row["id"] for row in rows}
+    episodes = [episode for episode in episodes if episode["id"] in chosen and episode["sample"] < args.samples]
+    done = {(episode["id"], episode["sample"]) for episode in episodes}
     left = [(row, sample) for row in rows for sample in range(args.samples) if (row["id"], sample) not in done]
-    if main_process and not done:
+    if main_process and not path.is_file():
         path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
-    # Other numbers than those of the part that is done
-    torch.manual_seed(args.seed + len(done) * accelerator.num_processes + accelerator.process_index)
-
     processes, process = accelerator.num_processes, accelerator.process_index
+    # Other random numbers on every process, and than those of the part that is done
+    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{args.seed} {process} {len(done)}".encode()).digest()[:8]))
     started = time.perf_counter()
     progress = tqdm(total=len(rows) * args.samples, initial=len(done), unit="episode", disable=not main_process)
     for start in range(0, len(left), args.batch_size * processes):
@@ -260,10 +293,11 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Evaluates a checkpoint on one of the tasks.")
-    parser.add_argument("--task", choices=tuple(LIMITS), required=True)
-    parser.add_argument("--model", default=MODEL_ID, help="Model id on the Hub, or a local folder.")
+    parser.add_argument("--task", choices=tuple(OF_TASK), required=True)
+    parser.add_argument("--model", default=MODEL_ID, help="Id on the Hub or local folder of a model or an adapter.")
     parser.add_argument("--adapter", help="LoRA adapter on top of it.")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--chat_template_kwargs", type=json.loads, help='JSON, as {"enable_thinking": false}.')
     parser.add_argument("--output_dir", help="Defaults to runs/evaluation/TASK.")
     parser.add_argument("--data", help="Rows: a file, a folder or an id on the Hub. Defaults to the bundled ones.")
     parser.add_argument("--data_config", help="Configuration of a data set on the Hub.")
@@ -272,30 +306,44 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=0, help="The first rows only; 0 for all.")
     parser.add_argument("--samples", type=int, default=1, help="Episodes per row.")
     parser.add_argument("--batch_size", type=int, default=32, help="Episodes at a time on each process.")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 for greedy decoding.")
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max_turns", type=int)
     parser.add_argument("--max_turn_length", type=int, help="Tokens of a turn.")
     parser.add_argument("--max_completion_length", type=int, help="Tokens of an episode, observations included.")
-    parser.add_argument("--success_threshold", type=float, help="Reward from which an episode is a success.")
-    parser.add_argument("--search_k", type=int, default=1, help="hotpotqa: pages shown by one search.")
-    parser.add_argument(
-        "--max_observation_chars", type=int, default=320, help="hotpotqa: length of what a search shows."
-    )
+    parser.add_argument("--success_threshold", type=float, default=1.0, help="Reward that is a success.")
+    parser.add_argument("--max_observation_chars", type=int, help="Length of what is read of a result (not of math).")
+    parser.add_argument("--search_k", type=int, help="hotpotqa: pages shown by one search.")
     parser.add_argument("--corpus", help="hotpotqa: folder of an index to search in.")
     parser.add_argument("--retrieval_url", help="hotpotqa: retrieval server to search with.")
-    parser.add_argument("--call_format", default="python", choices=CALL_FORMATS, help="bfcl: how calls are written.")
-    parser.add_argument("--docs", default="json", choices=DOCS, help="bfcl: how functions are described.")
+    parser.add_argument("--aliases", help="hotpotqa: file of aliases of 2WikiMultiHopQA's answers.")
+    parser.add_argument("--call_format", choices=CALL_FORMATS, help="bfcl: how calls are written.")
+    parser.add_argument("--docs", choices=DOCS, help="bfcl: how functions are described.")
     parser.add_argument("--max_user_turns", type=int, help="bfcl: the first user turns only.")
     args = parser.parse_args()
-    for name, limit in LIMITS[args.task].items():
-        if getattr(args, name) is None:
-            setattr(args, name, limit)
-    args.output_dir = args.output_dir or f"runs/evaluation/{args.task}"
+    for task, options in OF_TASK.items():
+        for name in options:
+            if task != args.task and getattr(args, name) is not None:
+                parser.error(f"--{name} is for --task {task}.")
     if args.samples < 1 or args.rows < 0 or args.batch_size < 1:
         parser.error("--samples and --batch_size must be at least 1, and --rows not negative.")
+    # The small model, with or without an adapter, is asked for what it has been trained for
+    settings = SMALL_SETTINGS[args.task] if _is_small(args.model) else {}
+    for name, value in {**OF_TASK[args.task], **settings}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    missing = [f"--{name}" for name in LIMITS if getattr(args, name) is None]
+    if missing:
+        parser.error(f"Give the limits of an episode for this model: {', '.join(missing)}.")
+    args.output_dir = args.output_dir or f"runs/evaluation/{args.task}"
     return args
+
+
+def _is_small(model: str) -> bool:
+    if (Path(model) / "adapter_config.json").is_file():
+        model = PeftConfig.from_pretrained(model).base_model_name_or_path
+    return Path(model).name == Path(MODEL_ID).name
 
 
 if __name__ == "__main__":

@@ -15,12 +15,15 @@ the LoRA adapter in `examples/warm_start/bfcl`, and runs offline once the PyPI p
     accelerate launch --config_file accelerate_configs/single_cpu.yaml examples/train_bfcl.py
 
 The paper's setting (80 % of the tasks of all four subsets, whole dialogues; 1,024 bare rollouts and 2 continuations of
-each in every step) on 8 GPUs; Qwen/Qwen3-14B likewise:
+each in every step) on 8 GPUs, with Qwen/Qwen3-14B likewise:
 
     accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 8 examples/train_bfcl.py \
         --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 --bf16 true --gradient_checkpointing true \
-        --subset all --api_class all --docs json --call_format json --max_user_turns 0 --eval_rows 0 \
-        --per_device_train_batch_size 4 --gradient_accumulation_steps 96 --generation_batch_size 3072 \
+        --use_transformers_continuous_batching true --output_dir runs/bfcl-8b --report_to tensorboard --save_steps 20 \
+        --chat_template_kwargs '{"enable_thinking": false}' \
+        --subset all --api_class all --docs json --call_format json --max_user_turns 0 --max_observation_chars 0 \
+        --eval_rows 0 --per_device_eval_batch_size 32 \
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 384 --generation_batch_size 3072 \
         --num_generations 8 --continuations_per_root 2 --learning_rate 1e-6 --max_steps 200 \
         --max_completion_length 16384 --max_turns 40 --max_turn_length 2048
 """
@@ -30,35 +33,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from bfcl import BFCLTask
-from training import (
-    DEFAULTS,
-    WARM_STARTS,
-    TaskArguments,
-    environment_metrics,
-    load_model,
-    make_datasets,
-    train_and_evaluate,
-)
+from tasks.bfcl import SMALL, BFCLTask
+from training import DEFAULTS, TaskArguments, load_datasets, load_model, train_and_evaluate
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from trace_trl import TRACEConfig, TRACETrainer
 
 
-# What the small default model is shown and asked for
-ENVIRONMENT: dict[str, Any] = {
-    "call_format": "python",
-    "docs": "brief",
-    "max_user_turns": 2,
-    "max_observation_chars": 200,
-}
-
-
 @dataclass
 class BFCLScriptArguments(TaskArguments):
     """
-    Script arguments for training on BFCL, beside those of [`TaskArguments`]; `subset` is one of `"base"`,
-    `"long_context"`, `"miss_func"`, `"miss_param"`, or `"all"`.
+    Script arguments for training on BFCL, beside those of [`TaskArguments`]. `subset` is one of `"base"`,
+    `"long_context"`, `"miss_func"`, `"miss_param"`, by default the first.
 
     Args:
         api_class (`str`, *optional*, defaults to `"GorillaFileSystem"`):
@@ -74,40 +60,33 @@ class BFCLScriptArguments(TaskArguments):
     """
 
     api_class: str = field(default="GorillaFileSystem", metadata={"help": "API class of the tasks; 'all' for all."})
-    call_format: str = field(default=ENVIRONMENT["call_format"], metadata={"help": "'python' or 'json'."})
-    docs: str = field(default=ENVIRONMENT["docs"], metadata={"help": "'json', 'signatures' or 'brief'."})
+    call_format: str = field(default=SMALL["call_format"], metadata={"help": "'python' or 'json'."})
+    docs: str = field(default=SMALL["docs"], metadata={"help": "'json', 'signatures' or 'brief'."})
     max_user_turns: int = field(
-        default=ENVIRONMENT["max_user_turns"], metadata={"help": "The first user turns only; 0 for all."}
+        default=SMALL["max_user_turns"], metadata={"help": "The first user turns only; 0 for all."}
     )
     max_observation_chars: int = field(
-        default=ENVIRONMENT["max_observation_chars"], metadata={"help": "Length of a result that is read; 0 for all."}
+        default=SMALL["max_observation_chars"], metadata={"help": "Length of a result that is read; 0 for all."}
     )
     stop_when_lost: bool = field(default=True, metadata={"help": "End an episode that can't be won any more."})
 
-    def __post_init__(self):
-        if self.dataset_name is not None or self.eval_file is not None:
-            raise ValueError("The tasks come with the package bfcl-eval: there is no other data set to name.")
-        self.subset = None if self.subset == "all" else self.subset or "base"
-
-
-def make_task(args: BFCLScriptArguments, stop_when_lost: bool) -> BFCLTask:
-    return BFCLTask(
-        call_format=args.call_format,
-        docs=args.docs,
-        max_user_turns=args.max_user_turns or None,
-        max_observation_chars=args.max_observation_chars or None,
-        stop_when_lost=stop_when_lost,
-    )
+    def environment(self) -> dict[str, Any]:
+        """Arguments of [`BFCLEnvironment`]."""
+        return {
+            "call_format": self.call_format,
+            "docs": self.docs,
+            "max_user_turns": self.max_user_turns or None,
+            "max_observation_chars": self.max_observation_chars or None,
+            "stop_when_lost": self.stop_when_lost,
+        }
 
 
 def main(script_args: BFCLScriptArguments, training_args: TRACEConfig, model_args: ModelConfig) -> None:
-    task = make_task(script_args, script_args.stop_when_lost)
-    train, test = (
-        [row for row in rows if script_args.api_class in ("all", *task.environment.classes(row))]
-        for rows in (task.train_rows(script_args.subset), task.test_rows(script_args.subset))
+    task = BFCLTask(**script_args.environment())
+    train_dataset, eval_dataset = load_datasets(
+        task, script_args, api_class=None if script_args.api_class == "all" else script_args.api_class
     )
-    train_dataset, eval_dataset = make_datasets(train, test, script_args)
-    model, tokenizer = load_model(script_args, training_args, model_args, WARM_STARTS / task.name)
+    model, tokenizer = load_model(task, script_args, training_args, model_args)
     # The environment gives the reward itself: there is no reward function
     trainer = TRACETrainer(
         model=model,
@@ -119,7 +98,7 @@ def main(script_args: BFCLScriptArguments, training_args: TRACEConfig, model_arg
         env_reset=task.env_reset,
         env_step=task.env_step,
     )
-    train_and_evaluate(trainer, environment_metrics(task.metrics))
+    train_and_evaluate(trainer, task)
 
 
 if __name__ == "__main__":
@@ -128,6 +107,7 @@ if __name__ == "__main__":
         **DEFAULTS
         | {
             "output_dir": "runs/bfcl",
+            "subset": "base",
             "max_steps": 3,
             "generation_batch_size": 12,
             "gradient_accumulation_steps": 4,

@@ -15,34 +15,32 @@ rollouts on bundled questions, with an evaluation before and after. It starts fr
 
     accelerate launch --config_file accelerate_configs/single_cpu.yaml examples/train_hotpotqa.py
 
-Any other model and data set by argument, for instance with the paper's budget (1,024 bare rollouts and 2 continuations
-of each in every step) on 8 GPUs; Qwen/Qwen3-14B likewise:
+Any other model and data set by argument. With the paper's budget (1,024 bare rollouts and 2 continuations of each in
+every step) on 8 GPUs, with Qwen/Qwen3-14B likewise:
 
     accelerate launch --config_file accelerate_configs/zero3.yaml --num_processes 8 examples/train_hotpotqa.py \
         --model_name_or_path Qwen/Qwen3-8B --dtype bfloat16 --bf16 true --gradient_checkpointing true \
+        --use_transformers_continuous_batching true --output_dir runs/hotpotqa-8b --report_to tensorboard \
+        --save_steps 20 --chat_template_kwargs '{"enable_thinking": false}' \
         --dataset_name hotpotqa/hotpot_qa --dataset_config distractor --dataset_test_split validation --eval_rows 500 \
-        --per_device_train_batch_size 4 --gradient_accumulation_steps 96 --generation_batch_size 3072 \
+        --per_device_eval_batch_size 32 --success_threshold 0.5 \
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 384 --generation_batch_size 3072 \
         --num_generations 8 --continuations_per_root 2 --learning_rate 1e-6 --max_steps 200 \
-        --max_completion_length 4096 --max_turns 8 --max_turn_length 1024 --max_observation_chars 2000 --search_k 3
+        --max_completion_length 4096 --max_turns 8 --max_turn_length 512 --max_observation_chars 2000 --search_k 3
 
 Searches go to a retrieval server instead with `--retrieval_url http://host:8000/retrieve`, and to a corpus on disk
-with `--corpus FOLDER` (see docs/environments.md).
+with `--corpus FOLDER` (see docs/tasks.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import evaluate
-from accelerate.utils import gather_object
-from hotpotqa import MAX_OBSERVATION_CHARS, MAX_TURNS, AnswerF1, SearchTask
-from training import DEFAULTS, EXAMPLES, WARM_STARTS, TaskArguments, load_model, make_datasets, train_and_evaluate
+from tasks.hotpotqa import MAX_OBSERVATION_CHARS, MAX_TURNS, SearchTask, make_retriever
+from training import DEFAULTS, TaskArguments, load_datasets, load_model, train_and_evaluate
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from trace_trl import TRACEConfig, TRACETrainer
-from trace_trl.environments.retrieval import CorpusIndex, RetrievalServer
 
 
 @dataclass
@@ -69,42 +67,14 @@ class HotpotQAScriptArguments(TaskArguments):
     retrieval_url: str | None = field(default=None, metadata={"help": "Retrieval server to search with."})
 
 
-def make_task(args: HotpotQAScriptArguments) -> SearchTask:
-    retriever = None
-    if args.retrieval_url is not None:
-        retriever = RetrievalServer(args.retrieval_url)
-    elif args.corpus is not None:
-        retriever = CorpusIndex.open(args.corpus)
-    return SearchTask(k=args.search_k, max_observation_chars=args.max_observation_chars, retriever=retriever)
-
-
-def load_rows(task: SearchTask, args: HotpotQAScriptArguments) -> tuple[Sequence[dict], Sequence[dict]]:
-    """The training rows and the rows of an evaluation."""
-    name, config = args.dataset_name, args.dataset_config
-    if name is None or Path(name).is_file():
-        return task.train_rows(name), task.test_rows(args.eval_file)
-    train = task.train_rows(name, config=config, split=args.dataset_train_split)
-    if args.eval_file is not None:
-        return train, task.test_rows(args.eval_file)
-    return train, task.test_rows(name, config=config, split=args.dataset_test_split)
-
-
-def answer_metrics(reward: AnswerF1, metrics: Sequence[evaluate.EvaluationModule]) -> dict[str, float]:
-    """The `evaluate` metrics of the answers that an evaluation led to."""
-    # By question: with several processes, a last batch that is not full is filled up with rows of the first
-    answers = dict(gather_object(list(reward.answers.items())))
-    reward.answers.clear()
-    predictions, references = map(list, zip(*answers.values(), strict=True))
-    results = {"answered": sum(map(bool, predictions)) / len(predictions)}
-    for name, metric in zip(("exact match", "token F1"), metrics, strict=True):
-        results[name] = next(iter(metric.compute(predictions=predictions, references=references).values()))
-    return results
-
-
 def main(script_args: HotpotQAScriptArguments, training_args: TRACEConfig, model_args: ModelConfig) -> None:
-    task = make_task(script_args)
-    train_dataset, eval_dataset = make_datasets(*load_rows(task, script_args), script_args)
-    model, tokenizer = load_model(script_args, training_args, model_args, WARM_STARTS / task.name)
+    task = SearchTask(
+        k=script_args.search_k,
+        max_observation_chars=script_args.max_observation_chars,
+        retriever=make_retriever(script_args.corpus, script_args.retrieval_url),
+    )
+    train_dataset, eval_dataset = load_datasets(task, script_args)
+    model, tokenizer = load_model(task, script_args, training_args, model_args)
     trainer = TRACETrainer(
         model=model,
         reward_funcs=task.reward_funcs,
@@ -116,8 +86,7 @@ def main(script_args: HotpotQAScriptArguments, training_args: TRACEConfig, model
         env_reset=task.env_reset,
         env_step=task.env_step,
     )
-    metrics = [evaluate.load(str(EXAMPLES / "metrics" / name)) for name in ("hotpotqa_em", "hotpotqa_f1")]
-    train_and_evaluate(trainer, lambda logged: answer_metrics(task.reward, metrics))
+    train_and_evaluate(trainer, task)
 
 
 if __name__ == "__main__":

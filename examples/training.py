@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from smollm2 import MODEL_ID, resolve_model
+from tasks import Task
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, get_quantization_config
 
 from trace_trl import TRACEConfig, TRACETrainer
 
 
-EXAMPLES = Path(__file__).resolve().parent
-DATA = EXAMPLES / "data"
-WARM_STARTS = EXAMPLES / "warm_start"
+logger = logging.getLogger(__name__)
+
+WARM_STARTS = Path(__file__).resolve().parent / "warm_start"
 
 # What differs from TRACEConfig, so that a run without arguments fits two CPU cores. Each is an argument of a script.
 DEFAULTS = {
@@ -55,21 +57,22 @@ class TaskArguments(ScriptArguments):
             Training rows: a file (JSON, JSON lines, parquet; gzipped or not), a folder, or an id on the Hub. Defaults
             to the bundled rows.
         eval_file (`str`, *optional*):
-            Rows to evaluate on, likewise. Defaults to the bundled rows.
+            Rows to evaluate on, likewise; of a data set the split `dataset_test_split`. Defaults to that split of
+            `dataset_name` where this is no file, and to the bundled rows otherwise.
         eval_rows (`int`, *optional*, defaults to `16`):
             Rows of an evaluation; `0` for all.
         subset (`str`, *optional*):
-            Only rows of this kind, in training and evaluation: their column `subset`.
+            Only rows of this kind, in training and evaluation: their column `subset`. `"all"` for all.
         warm_start (`str`, *optional*):
             LoRA adapter to start from and to go on training, a path or an id on the Hub; `"none"` for the bare model.
             Defaults to the bundled adapter for the default model, and to none for any other.
     """
 
     eval_file: str | None = field(
-        default=None, metadata={"help": "Rows to evaluate on. Defaults to the bundled ones."}
+        default=None, metadata={"help": "Rows to evaluate on; the bundled ones, or a split, by default."}
     )
     eval_rows: int = field(default=16, metadata={"help": "Rows of an evaluation; 0 for all."})
-    subset: str | None = field(default=None, metadata={"help": "Only rows of this kind."})
+    subset: str | None = field(default=None, metadata={"help": "Only rows of this kind; 'all' for all."})
     warm_start: str | None = field(
         default=None,
         metadata={
@@ -79,14 +82,43 @@ class TaskArguments(ScriptArguments):
     )
 
 
+def load_datasets(task: Task, args: TaskArguments, **kwargs: Any) -> tuple[Dataset, Dataset]:
+    """The training rows and the rows of an evaluation, cut to what the arguments ask for.
+
+    Raises:
+        ValueError: if there is no row of `subset`.
+    """
+    name, config = args.dataset_name, args.dataset_config
+    train = task.train_rows(name, config=config, split=args.dataset_train_split, **kwargs)
+    if args.eval_file is not None:
+        test = task.test_rows(args.eval_file, split=args.dataset_test_split, **kwargs)
+    elif name is None or Path(name).is_file():
+        test = task.test_rows(**kwargs)
+    else:
+        test = task.test_rows(name, config=config, split=args.dataset_test_split, **kwargs)
+    train, test = (_of_subset(rows, args.subset) for rows in (train, test))
+    return Dataset.from_list(train), Dataset.from_list(test[: args.eval_rows or None])
+
+
+def _of_subset(rows: Sequence[dict], subset: str | None) -> list[dict]:
+    kept = [row for row in rows if subset in (None, "all", row["subset"])]
+    if not kept:
+        kinds = ", ".join(sorted({row["subset"] for row in rows}))
+        raise ValueError(f"No row has the subset {subset!r}: there are {kinds}.")
+    return kept
+
+
 def load_model(
-    script_args: TaskArguments, training_args: TRACEConfig, model_args: ModelConfig, warm_start: Path
+    task: Task, script_args: TaskArguments, training_args: TRACEConfig, model_args: ModelConfig
 ) -> tuple[Any, Any]:
     """The model, with the adapter to start from where there is one, and its tokenizer."""
     name = model_args.model_name_or_path
     adapter = script_args.warm_start
-    if adapter is None and name == MODEL_ID and warm_start.is_dir():
-        adapter = str(warm_start)
+    if adapter is None and name == MODEL_ID:
+        if (WARM_STARTS / task.name).is_dir():
+            adapter = str(WARM_STARTS / task.name)
+        else:
+            logger.warning(f"There is no warm start in {WARM_STARTS / task.name}: {name} starts as it is.")
     path = resolve_model(name)
     kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
@@ -104,43 +136,17 @@ def load_model(
     return PeftModel.from_pretrained(model, adapter, is_trainable=True), tokenizer
 
 
-def make_datasets(train: Sequence[dict], test: Sequence[dict], args: TaskArguments) -> tuple[Dataset, Dataset]:
-    """Rows as data sets, cut to what the arguments ask for.
-
-    Raises:
-        ValueError: if there is no row of `subset`.
-    """
-    chosen = []
-    for rows in (train, test):
-        kept = [row for row in rows if args.subset in (None, row["subset"])]
-        if not kept:
-            kinds = ", ".join(sorted({row["subset"] for row in rows}))
-            raise ValueError(f"No row has the subset {args.subset!r}: there are {kinds}.")
-        chosen.append(Dataset.from_list(kept))
-    return chosen[0], chosen[1].select(range(min(args.eval_rows or len(chosen[1]), len(chosen[1]))))
-
-
-def train_and_evaluate(
-    trainer: TRACETrainer, measure: Callable[[dict[str, float]], dict[str, float]] = lambda logged: {}
-) -> None:
-    """
-    Evaluates, trains, evaluates again, saves the model and prints what came of it.
-
-    Args:
-        trainer (`TRACETrainer`):
-            Trainer with an `eval_dataset`.
-        measure (`Callable`):
-            Gives further results of an evaluation that has just ended, from what the trainer logged for it.
-    """
+def train_and_evaluate(trainer: TRACETrainer, task: Task) -> None:
+    """Evaluates, trains, evaluates again, saves the model and prints what came of it."""
     started = time.perf_counter()
     # One line per step tells what a person follows; the full logs are in `trainer_state.json` and `--report_to`
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     output_dir = Path(trainer.args.output_dir)
 
-    before = evaluate_policy(trainer, measure)
+    before = evaluate_policy(trainer, task)
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    after = evaluate_policy(trainer, measure)
+    after = evaluate_policy(trainer, task)
     trainer.save_model(trainer.args.output_dir)
 
     if trainer.accelerator.is_main_process:
@@ -156,22 +162,16 @@ def train_and_evaluate(
         print(f"took        {time.perf_counter() - started:.0f} s")
 
 
-def evaluate_policy(
-    trainer: TRACETrainer, measure: Callable[[dict[str, float]], dict[str, float]]
-) -> dict[str, float]:
-    """`trainer.evaluate()` in words, and what `measure` adds."""
+def evaluate_policy(trainer: TRACETrainer, task: Task) -> dict[str, float]:
+    """`trainer.evaluate()` in words, and what the task adds."""
+    task.begin_evaluation()
     logged = trainer.evaluate()
     results = {
         "reward": logged["eval_reward"],
         "success rate": logged["eval_success_rate"],
         "turns per episode": logged["eval_rollout/turns_per_leaf"],
     }
-    return results | measure(logged)
-
-
-def environment_metrics(names: dict[str, str]) -> Callable[[dict[str, float]], dict[str, float]]:
-    """What the environment counted, by the names given; 0 where no episode got as far as the environment."""
-    return lambda logged: {name: logged.get(f"eval_env/{key}", 0.0) for key, name in names.items()}
+    return results | task.evaluation_results(logged)
 
 
 def summary(before: dict[str, float], after: dict[str, float], history: Sequence[dict]) -> str:

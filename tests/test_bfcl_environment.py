@@ -88,6 +88,7 @@ def test_calls_are_read_back_as_written(calls, call_format):
         return  # a text may not hold the closing tag, in BFCL neither
     assert parse_calls(text, call_format) == (calls, 0)
     assert parse_calls(f"<think>\n[no()] <tool_call>{{}}</tool_call>\n</think>\n\n{text}\n", call_format) == (calls, 0)
+    assert parse_calls(f"<think>\nperhaps {text}", call_format) == ([], 0)
     if call_format == "python":
         assert parse_calls(f"\n```python\n{text}\n```\n") == (calls, 0)
         assert parse_calls(f"```{text}```") == (calls, 0)
@@ -573,6 +574,17 @@ def test_signatures_are_one_line_a_function():
     (system, _) = environment.prompt(load_tasks("base")[car])
     assert "activateParkingBrake(mode: 'engage' | 'release')  # Activates the parking brake" in system["content"]
     assert "door: list['driver' | 'passenger' | 'rear_left' | 'rear_right'])  # Locks the doors" in system["content"]
+
+
+def test_brief_prompts_are_signatures_alone():
+    brief, long = BFCLEnvironment(docs="brief"), BFCLEnvironment(docs="signatures")
+    for subset in SUBSETS:
+        for short, row in zip(brief.rows([subset]), long.rows([subset]), strict=True):
+            head, *lines = short["prompt"][0]["content"].split("\n")
+            described = row["prompt"][0]["content"].split("that you can invoke.\n")[1].strip().split("\n")
+            assert lines == [line.split("  # ")[0] for line in described]
+            assert short["prompt"][1:] == row["prompt"][1:]
+    assert head.endswith("Say Done. when it is done.")
 
 
 def test_the_json_prompt_is_what_qwen3_s_template_makes_of_tools():

@@ -1,14 +1,17 @@
 """The scripts of `examples/`, run as they are with a small random model: every task trains, evaluates and reports."""
 
-import itertools
 import json
+import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
-from tests.toys import make_model, make_tokenizer
+from tests.toys import make_model, make_tokenizer, make_trainer, speak
+from trace_trl import TRACEConfig
 
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -53,7 +56,7 @@ def run(monkeypatch, capsys):
         ("train_hotpotqa.py", {"subset": "comparison"}, ["exact match", "token F1", "answered"]),
         ("train_math.py", {}, ["programs per episode", "failed programs"]),
         ("train_bfcl.py", {}, ["user turns played", "calls per episode", "unreadable calls"]),
-        ("train_bfcl.py", {"subset": "miss_func", "call_format": "json"}, ["user turns played"]),
+        ("train_bfcl.py", {"subset": "all", "api_class": "all", "call_format": "json"}, ["user turns played"]),
     ],
 )
 def test_training_script(script, arguments, words, run, model, tmp_path):
@@ -70,7 +73,14 @@ def test_a_subset_that_is_not_there_is_named(run, model, tmp_path):
         run("train_hotpotqa.py", model_name_or_path=model, output_dir=tmp_path, **TRAINING, subset="bridges")
 
 
-EVALUATION = {"rows": 3, "samples": 2, "batch_size": 4, "max_turn_length": 8, "max_turns": 2}
+EVALUATION = {
+    "rows": 3,
+    "samples": 2,
+    "batch_size": 4,
+    "max_turn_length": 8,
+    "max_turns": 2,
+    "max_completion_length": 200,
+}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +94,7 @@ EVALUATION = {"rows": 3, "samples": 2, "batch_size": 4, "max_turn_length": 8, "m
 )
 def test_evaluation(task, arguments, words, run, model, tmp_path):
     output = run("evaluate_model.py", task=task, model=model, output_dir=tmp_path, **EVALUATION, **arguments)
-    for word in ["rows", "samples", "pass@1", "pass@2", "reward", "turns", "tokens", "all", *words]:
+    for word in ["rows", "samples", "pass@1", "pass@2", "turns", "tokens", "all", *words]:
         assert word in output
     results = json.loads((tmp_path / "results.json").read_text())["results"]["all"]
     assert (results["rows"], results["samples"]) == (3, 2)
@@ -102,33 +112,198 @@ def test_an_evaluation_goes_on_where_it_was_stopped(run, model, tmp_path):
     run("evaluate_model.py", **arguments)
     again = path.read_text().splitlines()
     assert again[:4] == lines[:4]
-    played = [(episode["id"], episode["sample"]) for episode in map(json.loads, again[1:])]
+    episodes = list(map(json.loads, again[1:]))
+    played = [(episode["id"], episode["sample"]) for episode in episodes]
     assert len(played) == len(set(played)) == 6
+    # Other samples of the same policy, not the first ones again
+    assert not {str(e["text"]) for e in episodes[:3]} & {str(e["text"]) for e in episodes[3:]}
     before = path.read_text()
     assert "pass@1" in run("evaluate_model.py", **arguments)  # nothing is left to play
     assert path.read_text() == before
+    assert re.search(r"\nrows +2 ", run("evaluate_model.py", **arguments | {"rows": 2}))
     with pytest.raises(SystemExit, match="episodes of another setting"):
         run("evaluate_model.py", **arguments | {"temperature": 0.5})
+    path.write_text("\n".join([*again[:2], again[2][:20], *again[3:]]))
+    damaged = path.read_text()
+    with pytest.raises(SystemExit, match="episodes.jsonl, line 3 can't be read"):
+        run("evaluate_model.py", **arguments)
+    assert path.read_text() == damaged
 
 
-def test_pass_at_k_is_the_share_of_draws_with_a_success(run, monkeypatch):
-    pass_at_k = runpy.run_path(str(EXAMPLES / "evaluate_model.py"))["pass_at_k"]
-    for samples in range(1, 7):
-        for successes in range(samples + 1):
-            outcomes = [True] * successes + [False] * (samples - successes)
-            for k in range(1, samples + 1):
-                draws = list(itertools.combinations(outcomes, k))
-                assert pass_at_k(successes, samples, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"task": "math", "retrieval_url": "http://x"}, "--retrieval_url is for --task hotpotqa"),
+        ({"task": "hotpotqa", "docs": "brief"}, "--docs is for --task bfcl"),
+        (
+            {"task": "math", "max_turns": 2},
+            "Give the limits of an episode .* --max_turn_length, --max_completion_length",
+        ),
+        ({"task": "math", "samples": 0}, "must be at least 1"),
+    ],
+)
+def test_evaluation_arguments(arguments, sentence, run, capsys):
+    with pytest.raises(SystemExit):
+        run("evaluate_model.py", model="owner/name", **arguments)
+    assert re.search(sentence, capsys.readouterr().err)
 
 
-def test_mathematics_demonstrations():
+def test_evaluation_of_an_adapter_and_by_greedy_decoding(run, model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    arguments = {"task": "math", "output_dir": tmp_path, **EVALUATION, "temperature": 0}
+    run("evaluate_model.py", model=tmp_path / "adapter", **arguments)
+    episodes = list(map(json.loads, (tmp_path / "episodes.jsonl").read_text().splitlines()[1:]))
+    texts = {(episode["id"], str(episode["text"])) for episode in episodes}
+    assert len(texts) == 3  # both samples of a row are the same
+
+
+@pytest.fixture
+def on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_evaluation_measures_what_is_known(on_path, tmp_path):
+    """A policy that answers one of three questions right, one half right, one not at all: worked out by hand."""
+    from tasks.hotpotqa import SearchTask
+
+    module = runpy.run_path(str(EXAMPLES / "evaluate_model.py"))
+    task = SearchTask()
+    rows = task.test_rows()[:3]
+    for row, answers in zip(rows, (["red"], ["green apple", "apple"], ["blue"]), strict=True):
+        row["answers"] = answers
+    said = {
+        rows[0]["question"]: "Action: finish[the red]",
+        rows[1]["question"]: "Action: finish[an apple tree]",
+        rows[2]["question"]: "Action: dance[now]",
+    }
+    policy, tokenizer = make_model(max_position_embeddings=8192), make_tokenizer()
+    speak(policy, tokenizer, lambda history: next(turn for question, turn in said.items() if question in history))
+    trainer = make_trainer(
+        tmp_path,
+        model=policy,
+        tokenizer=tokenizer,
+        dataset=Dataset.from_list(rows),
+        reward_funcs=task.reward_funcs,
+        env_reset=task.env_reset,
+        env_step=task.env_step,
+        max_turns=2,
+        max_completion_length=1000,
+        success_threshold=1.0,
+    )
+    played = [(row, sample) for row in rows for sample in range(2)]
+    trees = trainer.rollout([row for row, _ in played])
+    episodes = [module["describe"](tree, *pair, task) for tree, pair in zip(trees, played, strict=True)]
+    results = module["summarise"](episodes, task)["all"]
+    # 2/3: precision 1/2 and recall 1 for "apple"
+    assert results["token F1"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert results["exact match"] == results["pass@1"] == results["pass@2"] == pytest.approx(1 / 3)
+    assert results["turns"] == pytest.approx((1 + 1 + 2) / 3)
+    assert results["invalid actions"] == pytest.approx((0 + 0 + 2) / 3)
+    assert results["cut by a limit"] == pytest.approx(1 / 3)
+    assert (results["rows"], results["samples"]) == (3, 2)
+
+
+def test_an_evaluation_counts_its_own_answers_only(on_path):
+    from tasks.hotpotqa import SearchTask
+
+    class State:
+        answer = "red"
+
+    task = SearchTask()
+
+    def log_extra(column, values):
+        pass
+
+    # In training
+    task.reward(environments=[State()] * 3, id=["a", "b", "c"], answers=[["x"]] * 3, log_extra=log_extra)
+    task.begin_evaluation()
+    rewards = task.reward(
+        environments=[State(), State()], id=["a", "b"], answers=[["green", "red"], ["red one"]], log_extra=log_extra
+    )
+    assert rewards == pytest.approx([1, 2 / 3])
+    results = task.evaluation_results({})
+    assert results == pytest.approx({"answered": 1.0, "exact match": 0.5, "token F1": (1 + 2 / 3) / 2})
+    assert task.reward.answers == []
+
+
+def documented_commands():
+    for path in sorted(EXAMPLES.glob("*.py")):
+        text = path.read_text().split('"""')[1].replace("\\\n", " ")
+        for line in text.splitlines():
+            if re.match(r"    (accelerate launch|python) .*examples/", line):
+                yield pytest.param(path.name, line, id=f"{path.name} {len(line)}")
+
+
+@pytest.mark.parametrize(("name", "command"), list(documented_commands()))
+def test_documented_commands_are_understood(name, command, on_path, monkeypatch):
+    """Flags exist and values are of their types; budgets fit the number of processes."""
+    launcher, _, flags = command.partition(f"examples/{name} ")
+    processes = re.search(r"--num_processes (\d+)", launcher)
+    arguments = shlex.split(flags)
+    for config in re.findall(r"accelerate_configs/\w+\.yaml", launcher):
+        assert (EXAMPLES.parent / config).is_file()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    if name in ("evaluate_model.py", "build_warm_start.py"):
+        module = runpy.run_path(str(EXAMPLES / name))
+        if "parse_arguments" in module:
+            assert module["parse_arguments"]().max_turns
+        return
+    if not name.startswith("train"):
+        return
+    seen = {}
+
+    def stop(self):
+        seen["config"] = self.parse()
+        raise SystemExit
+
+    from trl import TrlParser
+
+    monkeypatch.setattr(TrlParser, "parse", TrlParser.parse_args_and_config, raising=False)
+    monkeypatch.setattr(TrlParser, "parse_args_and_config", stop)
+    monkeypatch.setattr(TRACEConfig, "world_size", property(lambda self: int(processes[1]) if processes else 1))
+    monkeypatch.setattr(TRACEConfig, "_validate_args", lambda self: None, raising=False)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True, raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    _, config, _ = seen["config"]
+    if processes:
+        assert config.generation_batch_size == 3072
+        assert config.generation_batch_size // (1 + config.continuations_per_root) == 1024
+        per_step = config.per_device_train_batch_size * int(processes[1]) * config.gradient_accumulation_steps
+        assert per_step == config.generation_batch_size
+
+
+@pytest.fixture
+def word_problems():
     sys.path.insert(0, str(EXAMPLES))
     try:
-        from demonstrations import math as made
+        from tasks import word_problems
     finally:
         sys.path.remove(str(EXAMPLES))
-    answer = "Sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = $<<48+24=72>>72.\n#### 72"
-    program = made.program_of(answer)
-    assert program == "# Sold 48/2\na = 48/2\n# In all 48+24\nb = 48+a\nprint(b)"
-    assert made.program_of("So 20% of 5 is <<20%*5=1>>1.\n#### 1") is None
-    assert made.program_of("No calculation.\n#### 1") is None
+    return word_problems
+
+
+def test_word_problems_have_the_answers_of_their_programs(word_problems):
+    problems = word_problems.make_problems(300, seed=5)
+    assert problems == word_problems.make_problems(300, seed=5)
+    assert len({row["problem"] for row in problems}) == len({row["id"] for row in problems}) == 300
+    for row in problems:
+        printed = []
+        exec(row["program"], {"print": printed.append})
+        assert printed == [int(row["answer"])] and printed[0] > 0
+        steps = len(row["program"].splitlines()) - 2
+        assert row["subset"] == f"{steps} step{'s' * (steps > 1)}"
+        assert all(number in row["problem"] for number in re.findall(r"\d+", row["program"]))
+    assert {row["subset"] for row in problems} == {"1 step", *(f"{n} steps" for n in range(2, 6))}
+
+
+def test_no_problem_of_the_evaluation_is_trained_or_shown(word_problems):
+    seeds = {1: 400, 2: 200, 10_000: 240}
+    train, test, shown = (
+        {row["problem"] for row in word_problems.make_problems(count, seed)} for seed, count in seeds.items()
+    )
+    assert not test & (train | shown)

@@ -10,6 +10,7 @@ import pytest
 from tests.toys import make_tokenizer
 from trace_trl.codec import Codec
 from trace_trl.environments.base import Reply
+from trace_trl.environments.loading import load_rows
 from trace_trl.environments.search import SearchEnvironment
 
 
@@ -27,8 +28,8 @@ def examples():
     sys.path.insert(0, str(EXAMPLES))
     try:
         import build_warm_start
-        import hotpotqa
         from demonstrations import hotpotqa as made
+        from tasks import hotpotqa
     finally:
         sys.path.remove(str(EXAMPLES))
     return build_warm_start, hotpotqa, made
@@ -36,7 +37,7 @@ def examples():
 
 @pytest.fixture(scope="module")
 def train_rows(examples):
-    return examples[1].load_rows(examples[1].TRAIN_FILE)
+    return load_rows(examples[1].TRAIN_FILE)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def actions(messages):
 
 def test_rows(examples, train_rows):
     hotpotqa = examples[1]
-    dev_rows = hotpotqa.load_rows(hotpotqa.DEV_FILE)
+    dev_rows = load_rows(hotpotqa.DEV_FILE)
     assert (len(train_rows), len(dev_rows)) == (99, 500)
     for row in train_rows + dev_rows:
         assert row["question"] and row["answer"] and len(row["context"]) == 10

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from trace_trl.environments.math_answers import AnswerChecker, last_words, math_accuracy
+from trace_trl.environments.python import PythonState
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,17 @@ def checker():
         ("72", "72, no, \\boxed{71}", False),
         ("72", "<think>\\boxed{72}</think>\\boxed{71}", False),
         ("72", "<think>is it 71?</think>\\boxed{72}", True),
+        ("72", "<think>so first 70 + 2 = 72", False),
+        ("72", "<think>\\boxed{72}? wait", False),
+        ("72", "The answer is **72**.", True),
         ("72", "", False),
+        # Naming the task is no answer, unless the right answer does so
+        ("5050", r"\boxed{\sum_{k=1}^{100} k}", False),
+        (r"\frac{1}{3}", r"\boxed{\int_0^1 x^2 dx}", False),
+        ("45", r"\boxed{\binom{10}{2}}", False),
+        ("120", r"\boxed{5!}", False),
+        (r"\binom{10}{2}", r"\boxed{\binom{10}{2}}", True),
+        ("5!", r"\boxed{5!}", True),
         ("1,200", "\\boxed{1200}", True),
         (r"\frac{3}{7}", "$3/7$", True),
         (r"\frac{1}{2}", r"\boxed{0.5}", True),
@@ -97,6 +108,14 @@ def test_reward_reads_the_last_turn():
         "\\boxed{5}",
     ]
     assert math_accuracy(completions, answer=["5"] * 6, problem=["?"] * 6) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    # A turn that a limit cut never reached the environment
+    states = [PythonState(None, answer) for answer in ("\\boxed{5}", None, None, None, None, "5")]
+    cut = [conversation(("assistant", "\\boxed{5} and so"))] * 6
+    assert math_accuracy(cut, answer=["5"] * 6, environments=states) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    # Other environments, such as native tools, don't say
+    assert math_accuracy(cut[:1], answer=["5"], environments=[object()]) == [1.0]
+    calling = {"role": "assistant", "content": "\\boxed{5}", "tool_calls": [{"function": {"name": "python"}}]}
+    assert math_accuracy([[calling]], answer=["5"]) == [0.0]
     assert (
         last_words([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
         == "ab"

@@ -35,6 +35,9 @@ def block(code):
         ("```output\n1\n```", None),
         ("<think>```python\nx\n```</think>The answer is 3.", None),
         ("<think>```python\nx\n```", None),
+        # Templates of some models open the thought in the prompt
+        ("Let me try ```python\nx\n``` first.</think>It is 3.", None),
+        ("first</think>\n```python\ny\n```", "y"),
         ("```python\n\n```", None),
         ("The answer is \\boxed{3}.", None),
         ("", None),

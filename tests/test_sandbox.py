@@ -1,6 +1,7 @@
 """Programs that mean harm, and what is left of them: an observation."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -51,8 +52,8 @@ def test_hostile_program_is_an_observation(name, environment, tmp_path, monkeypa
         unix.listen()
         unix.setblocking(False)
         program = HOSTILE[name]
-        if "{" in program and name not in ("binary garbage",):
-            program = program.format(folder=tmp_path, pid=os.getpid(), port=listener.getsockname()[1])
+        for mark, value in ("folder", tmp_path), ("pid", os.getpid()), ("port", listener.getsockname()[1]):
+            program = program.replace(f"{{{mark}}}", str(value))
         before = listing(tmp_path)
         state = environment.reset()
         try:
@@ -103,16 +104,169 @@ def test_processor_time_is_counted_not_waiting():
 def test_nothing_runs_between_two_programs():
     sessions = Sessions(Sandbox(preload=()), timeout=2.0)
     session = sessions.new()
-    session.run(
-        "import threading\nn = 0\ndef f():\n    global n\n    while True: n += 1\nthreading.Thread(target=f).start()"
-    )
+    # An alarm goes off when the program is over, and its handler never returns
+    code = "import signal\ndef f(*_):\n    while True: pass\nsignal.signal(14, f)\nsignal.setitimer(0, 0.1)"
+    assert session.run(code).error is None
     interpreter = sessions.take(session)
-    time.sleep(0.1)
+    time.sleep(0.3)
     used = interpreter._cpu_time()
     time.sleep(0.5)
     assert interpreter._cpu_time() - used < 0.05
+    interpreter._signal(signal.SIGCONT)  # it would run on, were it not halted
+    time.sleep(0.5)
+    assert interpreter._cpu_time() - used > 0.2
     interpreter.close()
     sessions.close()
+
+
+@pytest.mark.parametrize("version", range(1, 8))
+def test_every_version_of_landlock_protects_files(version, tmp_path, monkeypatch):
+    """Also those before its right to truncate, where `O_RDONLY | O_TRUNC` asks for reading only."""
+    folder = Path(client.__file__).parent
+    (tmp_path / "server.py").write_text((folder / "server.py").read_text())
+    confine = (folder / "confine.py").read_text()
+    assert confine.count("    if version < 1:\n") == 1
+    (tmp_path / "confine.py").write_text(
+        confine.replace("    if version < 1:\n", f"    version = min(version, {version})\n    if version < 1:\n")
+    )
+    kept = tmp_path / "kept.txt"
+    kept.write_text("kept")
+    readable = tmp_path / "readable"
+    readable.mkdir()
+    (readable / "module.py").write_text("kept")
+    with (tmp_path / "confine.py").open("a") as file:
+        file.write(f"\n_paths = readable_paths\nreadable_paths = lambda: [*_paths(), {str(readable)!r}]\n")
+    monkeypatch.setattr(client, "SERVER", tmp_path / "server.py")
+    program = f"""
+    import os
+    for path in ({str(kept)!r}, {str(readable / "module.py")!r}):
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC, os.O_WRONLY | os.O_TRUNC):
+            try: os.close(os.open(path, flags)); print(flags, "opened")
+            except PermissionError: print(flags, "refused")
+    open("own.txt", "w").write("x")
+    print(open("own.txt").read())
+    """
+    result = run(program)
+    readable_flags = [f"{os.O_RDONLY} opened", "1 refused", "2 refused", "512 refused", "513 refused"]
+    refused = [line.replace("opened", "refused") for line in readable_flags]
+    assert result.output.split("\n")[:11] == [*refused, *readable_flags, "x"], result
+    assert (readable / "module.py").read_text() == kept.read_text() == "kept"
+
+
+def test_no_root_in_it():
+    """A program has no capabilities, whoever the trainer is."""
+    result = run(
+        """
+        import ctypes, struct
+        data = ctypes.create_string_buffer(24)
+        print(ctypes.CDLL(None).capget(ctypes.create_string_buffer(struct.pack("II", 0x20080522, 0)), data))
+        print(struct.unpack("6I", data.raw))
+        """
+    )
+    # The call itself is not among those that a computation needs
+    assert result.output.split("\n")[0] == "-1"
+
+
+def test_more_descriptors_than_select_takes():
+    sandbox = Sandbox(preload=())
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        interpreter = sandbox.start()
+        assert interpreter._handle > 1023
+        assert interpreter.run("1 + 1", 1, 1).output == "2\n"
+        folder = interpreter.folder
+        interpreter.close()
+        assert not os.path.exists(folder)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        sandbox.close()
+
+
+def test_a_forked_trainer_leaves_the_sandbox_to_its_parent():
+    """A worker of a data loader, for instance, that exits as Python does."""
+    script = """
+    import os, sys
+    from trace_trl.environments.sandbox import Sandbox
+    sandbox = Sandbox(preload=())
+    interpreter = sandbox.start()
+    interpreter.run("x = 1", 1, 1)
+    if not os.fork():
+        other = sandbox.start()
+        assert other.run("2", 1, 1).output == "2\\n"
+        assert os.path.dirname(other.folder) != os.path.dirname(interpreter.folder)
+        del interpreter
+        sys.exit(0)
+    assert os.wait()[1] == 0
+    assert os.path.isdir(interpreter.folder)
+    assert interpreter.run("x", 1, 1).output == "1\\n"
+    assert sandbox.start().run("3", 1, 1).output == "3\\n"
+    print("fine")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_a_late_answer_of_the_server_is_nobody_elses(monkeypatch):
+    sandbox = Sandbox(preload=())
+    sandbox.start().close()
+    monkeypatch.setattr(client, "FORK_TIMEOUT", 0.3)
+    os.kill(sandbox._server._process.pid, signal.SIGSTOP)
+    with pytest.raises(SandboxError, match="No interpreter could be started"):
+        sandbox.start()
+    monkeypatch.undo()
+    interpreters = [sandbox.start() for _ in range(3)]
+    for number, interpreter in enumerate(interpreters):
+        interpreter.run(f"x = {number}", 1, 1)
+        assert interpreter.run("import os\nprint(x, os.getpid())", 1, 1).output == f"{number} {interpreter.pid}\n"
+    sandbox.close()
+
+
+def test_an_interpreter_that_was_killed_while_it_waited_is_no_loss():
+    sessions = Sessions(Sandbox(preload=()), timeout=2.0)
+    session = sessions.new()
+    session.run("x = 7")
+    waiting = next(iter(sessions._idle.values()))
+    os.kill(waiting.pid, signal.SIGKILL)
+    client._is_ready(waiting._handle, 5.0)
+    assert session.run("x").output == "7\n"
+    sessions.sandbox._server._process.kill()
+    waiting = next(iter(sessions._idle.values()))
+    client._is_ready(waiting._handle, 5.0)
+    assert session.run("x + 1").output == "8\n"
+    sessions.close()
+
+
+def test_a_failed_start_costs_one_interpreter():
+    sandbox = Sandbox(preload=())
+    first = sandbox.start()
+    server = sandbox._server._process.pid
+    before = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (4, before[1]))
+    with pytest.raises(SandboxError):
+        sandbox.start()
+    assert sandbox.start().run("1", 1, 1).output == "1\n"
+    sandbox.close()
+    first.close()
+
+
+def test_descriptors_are_not_inherited():
+    sandbox = Sandbox(preload=())
+    interpreter = sandbox.start()
+    assert not os.get_inheritable(interpreter._handle)
+    assert not os.get_inheritable(interpreter._channel.fileno())
+    sandbox.close()
+
+
+def test_forgotten_interpreters_are_ended():
+    sandbox = Sandbox(preload=())
+    interpreter = sandbox.start()
+    folder, pid = interpreter.folder, interpreter.pid
+    del interpreter
+    assert not os.path.exists(folder)
+    with open(f"/proc/{pid}/stat") as status:
+        assert status.read().split()[2] == "Z"  # until the server starts another one
+    sandbox.close()
 
 
 def test_interpreters_end_with_the_trainer():

@@ -60,6 +60,9 @@ def started(context=None, **kwargs):
         ("Action: search[Dogwoman", (None, "Write Action: search[...]")),
         ("Action: search[Dogwoman\nThought: done]", (None, "closing bracket is missing")),
         ("Action: finish[a [b]", (None, "Write Action: finish[...]")),
+        ("<think>Action: finish[1961]?</think>Action: search[Dogwoman]", ("search", "Dogwoman")),
+        ("Action: finish[1961]?</think>Action: search[Dogwoman]", ("search", "Dogwoman")),
+        ("<think>I will do Action: finish[1961] but", (None, "No action found")),
     ],
 )
 def test_parse_action(text, expected):

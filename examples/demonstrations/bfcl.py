@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from bfcl import BFCLTask
-from train_bfcl import ENVIRONMENT
+from tasks.bfcl import SMALL, BFCLTask
 
 from trace_trl.environments.bfcl_calls import format_calls
 
@@ -62,7 +61,7 @@ def build_demonstrations(seed: int = 0, copies: int = 2) -> list[Messages]:
     Returns:
         `list[list[dict]]`: conversations, in random order.
     """
-    task = BFCLTask(**ENVIRONMENT)
+    task = BFCLTask(**SMALL)
     rows = [row for row in task.train_rows("base") if len(row["prompt"][0]["content"]) <= LONGEST]
     demonstrations = [messages for row in rows if _is_short(messages := demonstrate(row, task))] * copies
     random.Random(seed).shuffle(demonstrations)

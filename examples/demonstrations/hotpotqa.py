@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hotpotqa import MAX_OBSERVATION_CHARS, TRAIN_FILE, build_prompt, load_rows
+from tasks.hotpotqa import MAX_OBSERVATION_CHARS, TRAIN_FILE, build_prompt
 
+from trace_trl.environments.loading import read_rows
 from trace_trl.environments.search import ParagraphIndex, SearchEnvironment, SearchState
 
 
@@ -230,7 +231,7 @@ def build_demonstrations(
     Returns:
         `list[list[dict]]`: conversations, in random order.
     """
-    rows = load_rows(TRAIN_FILE) if rows is None else rows
+    rows = [row for _, row in read_rows(TRAIN_FILE)] if rows is None else rows
     rng = random.Random(seed)
     environment = SearchEnvironment(max_observation_chars=MAX_OBSERVATION_CHARS)
     single = paragraph_demonstrations(rows, environment, rng)

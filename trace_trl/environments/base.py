@@ -197,6 +197,12 @@ def copy_plain(value: Any) -> Any:
     return value if kind in _IMMUTABLE else copy.deepcopy(value)
 
 
+def without_thoughts(text: str) -> str:
+    """What a reasoning model says behind its thoughts: the text after the last `</think>`, whose `<think>` may stand
+    in the prompt, and of it what comes before a thought that has no end."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def describe(error: BaseException) -> str:
     """The text of an error that a policy reads; never empty."""
     try:

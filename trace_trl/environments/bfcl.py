@@ -15,6 +15,7 @@ Where this differs from the package's pipeline
   position; here these are bound, and the others make the call fail;
 - fences that name a language, and tags without line breaks, are read as well;
 - a user turn of too many steps ends the episode at 0, also if it is the last, which the package would still check;
+- a limit of the trainer (`max_turns`, `max_completion_length`) may end an episode, which is then not done right;
 - numbers that compute for minutes are refused;
 - what the package's classes keep in module globals, and so share between episodes and with the ground truth, is kept
   apart;
@@ -178,7 +179,7 @@ class BFCLEnvironment:
 
     def classes(self, example: Mapping[str, Any]) -> set[str]:
         """Names of the API classes that a row involves."""
-        return set(self.reset(example).task.classes)
+        return set(self._task(example).classes)
 
     def prompt(self, task: Task) -> list[dict[str, str]]:
         """The system message with the functions offered, and the user's first message."""
@@ -187,17 +188,21 @@ class BFCLEnvironment:
 
     def reset(self, example: Mapping[str, Any]) -> BFCLState:
         """Starts an episode for a row with an `id` column."""
+        task = self._task(example)
+        return BFCLState(task, task.start())
+
+    def _task(self, example: Mapping[str, Any]) -> Task:
         name = str(example.get("id"))
         subset = name.removeprefix("multi_turn_").rpartition("_")[0]
         task = load_tasks(subset).get(name) if subset in SUBSETS else None
         if task is None:
             raise ValueError(f"The row's `id` names no multi-turn entry of BFCL v4: {example.get('id')!r}.")
-        return BFCLState(task, task.start())
+        return task
 
     def ground_truth(self, example: Mapping[str, Any]) -> list[list[Call]]:
         """The calls that each user turn of a row needs, arguments by name, such as for demonstrations:
         [`format_calls`][trace_trl.environments.bfcl_calls.format_calls] writes them in either format."""
-        task = self.reset(example).task
+        task = self._task(example)
         return [[task.named(call) for call in task.calls(turn)] for turn in range(self._turns(task))]
 
     def step(self, state: BFCLState, action: str, messages: Any = None) -> StepResult:

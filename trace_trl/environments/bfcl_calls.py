@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .base import without_thoughts
+
 
 CALL_FORMATS = ("python", "json")
 
@@ -73,7 +75,7 @@ def parse_calls(text: str, call_format: str = "python") -> tuple[list[Call], int
 
     Args:
         text (`str`):
-            The turn. Everything up to the last `</think>` is left out.
+            The turn. What stands in `<think>` is left out.
         call_format (`str`, *optional*, defaults to `"python"`):
             `"python"` or `"json"`.
 
@@ -81,7 +83,7 @@ def parse_calls(text: str, call_format: str = "python") -> tuple[list[Call], int
         `tuple[list[Call], int]`: the calls in their order, none if the turn holds no readable list of calls; and how
         many pieces of the text were meant as calls but can't be read.
     """
-    text = text.rpartition("</think>")[2]
+    text = without_thoughts(text)
     parse = {"python": _parse_python, "json": _parse_json}[call_format]
     return parse(text)
 

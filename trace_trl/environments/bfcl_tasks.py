@@ -44,11 +44,11 @@ _QWEN_TOOLS = (
     "For each function call, return a json object with function name and arguments within <tool_call></tool_call> "
     'XML tags:\n<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
 )
-# The package appends this to the functions offered from the start, not to those held out
 _BRIEF = (
-    "Do what the user asks for by calling functions, such as [cd(folder='docs'), ls(a=True)]. Say Done. when it is done."
-    "\n{functions}"
+    "Do what the user asks for by calling functions, such as [cd(folder='docs'), ls(a=True)]. Say Done. when it is "
+    "done.\n{functions}"
 )
+# The package appends this to the functions offered from the start, not to those held out
 _HINT = " Note that the provided function is in Python 3 syntax."
 _TYPES = {"string": "str", "integer": "int", "float": "float", "boolean": "bool", "array": "list", "dict": "dict"}
 _CHOICES = re.compile(r"\[Enum\]: (\[[^\]]*\])")

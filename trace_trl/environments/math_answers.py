@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from .python import find_code
+from .base import without_thoughts
+from .python import PythonState, find_code
 from .sandbox import Interpreter, Sandbox
 
 
-_THINKING = re.compile(r"^.*</think>", re.DOTALL)
+_BOLD = re.compile(r"\*\*(.+?)\*\*")
 
 MAX_USES = 500  # comparisons of a process: sympy keeps what it has seen
 START_TIMEOUT = 60.0
@@ -27,15 +28,22 @@ START_TIMEOUT = 60.0
 # Run once by every interpreter. Without the timeouts of math-verify itself: they need the main thread, and signals
 _PREPARE = r"""
 import logging
+import re
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+# Naming what is to be computed is no answer, unless the right answer does so
+TASK = re.compile(r"\\(?:sum|prod|i*int|oint|lim|[dt]?binom|choose|gcd|lcm|det|[pb]?mod)(?![a-z])|\\frac\s*\{\s*d\b|!")
+
+def tasks_of(parsed):
+    return {task for one in parsed if isinstance(one, str) for task in TASK.findall(one)}
 
 def is_right(answer, text, boxed):
     gold = parse("\\boxed{" + answer + "}", parsing_timeout=None)
     latex = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not boxed)
     configs = [latex] if boxed else [latex, ExprExtractionConfig()]
     given = parse(text, extraction_config=configs, extraction_mode="first_match", parsing_timeout=None)
-    return bool(gold) and verify(gold, given, timeout_seconds=None)
+    return bool(gold) and tasks_of(given) <= tasks_of(gold) and verify(gold, given, timeout_seconds=None)
 """
 
 
@@ -71,7 +79,8 @@ class AnswerChecker:
             answer (`str`):
                 Right answer, LaTeX or plain.
             text (`str`):
-                What the policy said last. What stands before `</think>` is left out.
+                What the policy said last. What stands in `<think>` is left out. The answer stands in the first box,
+                in the last formula, or is the last expression where there is neither.
 
         Returns:
             `bool`: whether they say the same.
@@ -80,7 +89,8 @@ class AnswerChecker:
             ImportError: if `math-verify` is not installed.
             SandboxError: if programs can't be isolated on this machine.
         """
-        program = f"is_right({answer!r}, {_THINKING.sub('', text)!r}, {self.require_box})"
+        text = _BOLD.sub(r"\1", without_thoughts(text))
+        program = f"is_right({answer!r}, {text!r}, {self.require_box})"
         interpreter, uses = self._take()
         result = interpreter.run(program, self.timeout, 3 * self.timeout)
         if uses and result.error is not None and not result.timed_out:
@@ -118,43 +128,71 @@ class AnswerChecker:
         self._sandbox.close()
 
 
-_default: AnswerChecker | None = None
-_default_lock = threading.Lock()
-
-
-def math_accuracy(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
+class MathAccuracy:
     """
     Reward function: whether the last turn gives the right answer.
 
+    [`math_accuracy`] is one with the defaults.
+
     Args:
-        completions (`list[list[dict]]` or `list[str]`):
-            Completions, as conversations or as text.
-        answer (`list[str]`):
-            Right answers, the data set's column `answer`.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 each. A last turn that still runs a program is no answer.
+        **kwargs:
+            Arguments of [`AnswerChecker`].
     """
-    global _default
-    with _default_lock:
-        if _default is None:
-            _default = AnswerChecker()
-    checker = _default
-    # Together: each answer that is hard to compare takes as long as the checker lets it
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        right = pool.map(partial(is_right_answer, checker), completions, answer)
-        return [float(value) for value in right]
+
+    __name__ = "math_accuracy"
+
+    def __init__(self, **kwargs: Any):
+        # Starts nothing before it is asked
+        self.checker = AnswerChecker(**kwargs)
+
+    def __call__(
+        self,
+        completions: Sequence[Any],
+        answer: Sequence[str],
+        environments: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> list[float]:
+        """
+        Args:
+            completions (`list[list[dict]]` or `list[str]`):
+                Completions, as conversations or as text.
+            answer (`list[str]`):
+                Right answers, the data set's column `answer`.
+            environments (`list`, *optional*):
+                Final states of the episodes, given by the trainer. A [`PythonState`] knows whether there is an answer:
+                there is none where a limit cut the last turn.
+
+        Returns:
+            `list[float]`: 1.0 or 0.0 each. A last turn that still runs a program or calls a tool is no answer.
+        """
+        states = [None] * len(completions) if environments is None else environments
+        # Together: each answer that is hard to compare takes as long as the checker lets it
+        with ThreadPoolExecutor(max_workers=_workers()) as pool:
+            right = pool.map(partial(is_right_answer, self.checker), completions, answer, states)
+            return [float(value) for value in right]
 
 
-def is_right_answer(checker: AnswerChecker, completion: Any, answer: str) -> bool:
+def _workers() -> int:
+    """Comparisons at a time, where the processes of a machine share its CPUs."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(16, (os.cpu_count() or 1) // processes))
+
+
+math_accuracy = MathAccuracy()
+
+
+def is_right_answer(checker: AnswerChecker, completion: Any, answer: str, state: Any = None) -> bool:
     """Whether a completion ends with the right answer."""
-    text = completion if isinstance(completion, str) else last_words(completion)
+    if isinstance(state, PythonState):
+        text = state.answer or ""
+    else:
+        text = completion if isinstance(completion, str) else last_words(completion)
     return find_code(text) is None and checker(answer, text)
 
 
 def last_words(messages: Sequence[dict[str, Any]]) -> str:
-    """The text of the assistant's last message; empty if it ends with a tool's or a user's."""
-    if not messages or messages[-1]["role"] != "assistant":
+    """The text of the assistant's last message; empty if it calls a tool, or if a tool's or a user's came last."""
+    if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
         return ""
     content = messages[-1].get("content") or ""
     return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)

@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .base import StepResult
+from .base import StepResult, without_thoughts
 from .sandbox import PythonSession, Result, Sandbox, Sessions
 
 
 # A block that is not closed is one too: a turn can end with its last line
 _BLOCK = re.compile(r"```(?:python3?|py)[^\S\n]*\n(.*?)(?:^[^\S\n]*```|\Z)", re.DOTALL | re.IGNORECASE | re.MULTILINE)
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def find_code(text: str) -> str | None:
@@ -35,10 +34,9 @@ def find_code(text: str) -> str | None:
             One turn.
 
     Returns:
-        `str | None`: its blocks marked as `python`, joined; `None` if there is none. What stands in `<think>` is not
-        looked at.
+        `str | None`: its blocks marked as `python`, joined; `None` if there is none. Thoughts are not looked at.
     """
-    blocks = _BLOCK.findall(_THOUGHT.sub("", text))
+    blocks = _BLOCK.findall(without_thoughts(text))
     code = "\n".join(block.rstrip() for block in blocks).strip("\n")
     return code if code.strip() else None
 

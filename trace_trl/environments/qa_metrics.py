@@ -99,7 +99,8 @@ def best_exact_match(prediction: str, references: str | Sequence[str]) -> float:
 
 def best_f1(prediction: str, references: str | Sequence[str]) -> float:
     """
-    The best [`f1_score`] over an answer and its aliases, as SQuAD and MuSiQue score them.
+    The best [`f1_score`] over an answer and its aliases. MuSiQue's own F1 differs where an answer is yes or no, which
+    it treats like any other, and where two are empty, which it scores 1.
 
     Args:
         prediction (`str`):

@@ -14,7 +14,7 @@ import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from .retrieval import CorpusIndex
+from .retrieval import CorpusIndex, RetrievalError
 
 
 MAX_REQUEST = 1 << 20  # bytes
@@ -75,6 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
             status, content = 200, answer(self.server.index, json.loads(body))
         except (ValueError, RecursionError) as error:
             status, content = 400, {"detail": str(error)}
+        except RetrievalError as error:  # of one paragraph: the others can still be found
+            status, content = 500, {"detail": str(error)}
         self._send(status, content)
 
     def _send(self, status: int, content: dict[str, Any]) -> None:

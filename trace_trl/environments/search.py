@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .base import StepResult, describe
+from .base import StepResult, describe, without_thoughts
 from .retrieval import Page, ParagraphIndex, RetrievalError, Retriever, fold
 
 
@@ -45,13 +45,15 @@ def parse_action(text: str) -> tuple[str | None, str]:
 
     Args:
         text (`str`):
-            One turn, such as `"Thought: I need the creator.\\nAction: search[Dogwoman]"`.
+            One turn, such as `"Thought: I need the creator.\\nAction: search[Dogwoman]"`. What stands in `<think>` is
+            not looked at.
 
     Returns:
         `tuple[str | None, str]`: the action's name in lower case and its argument with its white space collapsed, or
         `None` and a sentence for the policy that says what is wrong. The argument ends with the bracket that closes
         the first one, on the same line, so that `search[Alien [film]]` asks for `Alien [film]`.
     """
+    text = without_thoughts(text)
     markers = list(_MARKER.finditer(text))
     if not markers:
         return None, f"No action found. End your turn with {SYNTAX}."

@@ -23,7 +23,7 @@ _DESCRIPTION = "Share of answers that equal the reference after HotpotQA's norma
 _KWARGS_DESCRIPTION = """
 Args:
     predictions (`list[str]`): answers given; an empty string where there is none.
-    references (`list[str]`): right answers.
+    references (`list[str]` or `list[list[str]]`): right answers, or all names of each: the best counts.
 
 Returns:
     `hotpotqa_em` (`float`): mean exact match, in [0, 1].
@@ -47,15 +47,17 @@ class HotpotQAExactMatch(evaluate.Metric):
             description=_DESCRIPTION,
             citation=_CITATION,
             inputs_description=_KWARGS_DESCRIPTION,
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
+            features=[
+                datasets.Features({"predictions": datasets.Value("string"), "references": references})
+                for references in (datasets.List(datasets.Value("string")), datasets.Value("string"))
+            ],
             reference_urls=["https://hotpotqa.github.io"],
         )
 
     def _compute(self, predictions, references):
+        names = [[reference] if isinstance(reference, str) else reference for reference in references]
         matches = [
-            normalize_answer(prediction) == normalize_answer(reference)
-            for prediction, reference in zip(predictions, references, strict=True)
+            any(normalize_answer(prediction) == normalize_answer(name) for name in right)
+            for prediction, right in zip(predictions, names, strict=True)
         ]
         return {"hotpotqa_em": sum(matches) / len(matches)}

@@ -24,7 +24,7 @@ _DESCRIPTION = "Mean token F1 between answers and references after HotpotQA's no
 _KWARGS_DESCRIPTION = """
 Args:
     predictions (`list[str]`): answers given; an empty string where there is none.
-    references (`list[str]`): right answers.
+    references (`list[str]` or `list[list[str]]`): right answers, or all names of each: the best counts.
 
 Returns:
     `hotpotqa_f1` (`float`): mean F1, in [0, 1].
@@ -61,12 +61,17 @@ class HotpotQAF1(evaluate.Metric):
             description=_DESCRIPTION,
             citation=_CITATION,
             inputs_description=_KWARGS_DESCRIPTION,
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
+            features=[
+                datasets.Features({"predictions": datasets.Value("string"), "references": references})
+                for references in (datasets.List(datasets.Value("string")), datasets.Value("string"))
+            ],
             reference_urls=["https://hotpotqa.github.io"],
         )
 
     def _compute(self, predictions, references):
-        scores = [f1_score(*pair) for pair in zip(predictions, references, strict=True)]
+        names = [[reference] if isinstance(reference, str) else reference for reference in references]
+        scores = [
+            max(f1_score(prediction, name) for name in right)
+            for prediction, right in zip(predictions, names, strict=True)
+        ]
         return {"hotpotqa_f1": sum(scores) / len(scores)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import shutil
@@ -23,8 +22,6 @@ from pathlib import Path
 from ..base import describe
 
 
-logger = logging.getLogger(__name__)
-
 SERVER = Path(__file__).with_name("server.py")
 FILE_SIZE = 4 << 20
 OPEN_FILES = 64
@@ -32,7 +29,10 @@ FOLDER_SIZE = 16 << 20
 FOLDER_FILES = 256
 TICK = 0.05  # seconds between two looks at what a running program has used
 START_TIMEOUT = 120.0  # seconds in which the server must have loaded its packages
+FORK_TIMEOUT = 20.0
+KEPT = ("LD_LIBRARY_PATH",)  # without it some installations of Python don't start
 ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # the order of sets is the same whenever a program is run again
     "PATH": os.defpath,
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
@@ -75,11 +75,13 @@ class Interpreter:
         self._handle = handle
         self._channel = channel
         self._clock = (~pid << 3) | 2  # of the CPU time of that process, see clock_getcpuclockid(3)
+        self._owner = os.getpid()
         self._closed = False
+        channel.setblocking(False)
         self.stop()
 
     def run(self, code: str, timeout: float, wall_timeout: float) -> Result:
-        """Runs one program.
+        """Runs one program. Whatever it does is a result.
 
         Args:
             code (`str`): Python source.
@@ -91,60 +93,80 @@ class Interpreter:
         request = json.dumps({"code": code, "max_output": self.max_output}).encode()
         try:
             self._signal(signal.SIGCONT)
-            return self._exchange(struct.pack("!I", len(request)) + request, timeout, wall_timeout)
+            result = self._exchange(struct.pack("!I", len(request)) + request, timeout, wall_timeout)
+            self.stop()
+            return result
         except _Ended as ended:
             self.close()
             return Result("", str(ended), lost=True, timed_out=isinstance(ended, _TimedOut))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except Exception:
             # It died, or a program wrote to the channel: nothing it says can be read any more
             self.close()
             return Result("", "The interpreter crashed.", lost=True)
-        finally:
-            self.stop()
+        except BaseException:
+            self.close()
+            raise
 
     def _exchange(self, request: bytes, timeout: float, wall_timeout: float) -> Result:
-        started, used = time.monotonic(), self._cpu_time()
-        deadline = started + wall_timeout
-        self._channel.setblocking(False)
+        used, now = self._cpu_time(), time.monotonic()
+        deadline, next_look = now + wall_timeout, now + TICK
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        if poller.poll(0):
+            raise ValueError("it speaks without being asked")
         received, length = bytearray(), None
         # A byte takes six in JSON at most
-        limit = 6 * self.max_output + (1 << 16)
+        limit = 12 * self.max_output + 1024
         unsent = memoryview(request)
         while length is None or len(received) < 4 + length:
-            wait = min(TICK, deadline - time.monotonic())
-            if wait <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 raise _TimedOut(f"Timeout: the program took longer than {wall_timeout:g} s.")
-            poller = select.poll()
-            poller.register(self._channel, select.POLLIN | (select.POLLOUT if unsent else 0))
-            events = dict(poller.poll(wait * 1000)).get(self._channel.fileno(), 0)
-            if not events:
+            if now >= next_look:
                 self._check_use(used, timeout)
-                continue
-            if unsent and events & select.POLLOUT:
-                unsent = unsent[self._channel.send(unsent) :]
-            if events & ~select.POLLOUT:
-                part = self._channel.recv(1 << 16)
-                if not part:
-                    raise ConnectionResetError
-                received += part
-                if length is None and len(received) >= 4:
-                    (length,) = struct.unpack("!I", received[:4])
-                    if length > limit:
-                        raise ValueError("not an answer")
-        answer = json.loads(received[4 : 4 + length].decode())
-        output, error = str(answer["output"]), answer["error"]
-        return Result(_readable(output), error and _readable(str(error)[-self.max_output :]), int(answer["dropped"]))
+                next_look = now + TICK
+            poller.modify(self._channel, select.POLLIN | (select.POLLOUT if unsent else 0))
+            for _, events in poller.poll(1000 * min(TICK, deadline - now)):
+                if unsent and events & select.POLLOUT:
+                    unsent = unsent[self._channel.send(unsent) :]
+                if events & ~select.POLLOUT:
+                    part = self._channel.recv(1 << 16)
+                    if not part:
+                        raise ConnectionResetError
+                    received += part
+                    if length is None and len(received) >= 4:
+                        (length,) = struct.unpack("!I", received[:4])
+                        if length > limit:
+                            raise ValueError("not an answer")
+        if len(received) > 4 + length:
+            raise ValueError("more than an answer")
+        self._check_folder()
+        return self._read(json.loads(received[4:].decode()))
+
+    def _read(self, answer: dict) -> Result:
+        """Takes nothing for granted: a program can write what it likes to its end of the channel."""
+        output, error, dropped = answer["output"], answer["error"], answer["dropped"]
+        if type(output) is not str or type(error) not in (str, type(None)) or type(dropped) is not int:
+            raise ValueError("not an answer")
+        if not 0 <= dropped < 1 << 63:
+            raise ValueError("not a number of bytes")
+        error = None if error is None else _readable(error[-self.max_output :]) or "An error without a text."
+        return Result(_readable(output[: self.max_output]), error, dropped)
 
     def _check_use(self, used: float, timeout: float) -> None:
         if self._cpu_time() - used > timeout:
             raise _TimedOut(f"Timeout: the program took longer than {timeout:g} s of CPU time.")
-        try:
-            with os.scandir(self.folder) as entries:
-                sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
-        except OSError:
-            return  # a file was removed meanwhile
-        if sum(sizes) > FOLDER_SIZE or len(sizes) > FOLDER_FILES:
-            raise _Ended(f"The program wrote more than {FOLDER_SIZE >> 20} MB, or more than {FOLDER_FILES} files.")
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        size = 0
+        with os.scandir(self.folder) as entries:
+            for count, entry in enumerate(entries, start=1):
+                size += entry.stat(follow_symlinks=False).st_size
+                if size > FOLDER_SIZE or count > FOLDER_FILES:
+                    raise _Ended(
+                        f"The program wrote more than {FOLDER_SIZE >> 20} MB, or more than {FOLDER_FILES} files."
+                    )
 
     def _cpu_time(self) -> float:
         return time.clock_gettime(self._clock)
@@ -153,27 +175,38 @@ class Interpreter:
         signal.pidfd_send_signal(self._handle, number)
 
     def stop(self) -> None:
-        """Halts it between two programs: a thread that one left behind would burn the CPU."""
+        """Halts it between two programs: an alarm that one left behind would burn the CPU."""
         if not self._closed:
             try:
                 self._signal(signal.SIGSTOP)
             except OSError:
                 pass
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there. It may have been killed for memory while it waited."""
+        return not self._closed and not _is_ready(self._handle, 0.0)
+
     def close(self) -> None:
-        """Kills the process and removes its folder."""
+        """Kills the process and removes its folder. In a process forked from the one that started it: forgets it."""
         if self._closed:
             return
         self._closed = True
         try:
-            self._signal(signal.SIGKILL)
-            # The folder must not change any more when it is removed
-            select.select([self._handle], [], [], 10.0)
-        except OSError:
-            pass
-        os.close(self._handle)
-        self._channel.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            if os.getpid() == self._owner:
+                self._signal(signal.SIGKILL)
+                # The folder must not change any more when it is removed
+                _is_ready(self._handle, 10.0)
+                shutil.rmtree(self.folder, ignore_errors=True)
+        except ProcessLookupError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            os.close(self._handle)
+            self._channel.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
 
     @property
     def closed(self) -> bool:
@@ -186,6 +219,13 @@ class _Ended(Exception):
 
 class _TimedOut(_Ended):
     pass
+
+
+def _is_ready(descriptor: int, timeout: float) -> bool:
+    # `select` takes no descriptor above 1023, of which a trainer may have more
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(1000 * timeout))
 
 
 def _readable(text: str) -> str:
@@ -242,6 +282,7 @@ class Sandbox:
             SandboxError: if it can't be confined here.
         """
         channel, other = socket.socketpair()
+        handle = None
         try:
             with self._lock:
                 server = self._living_server()
@@ -254,12 +295,17 @@ class Sandbox:
                     "open_files": OPEN_FILES,
                     "isolation": self.isolation,
                 }
-                pid, handle = server.fork(json.dumps(request).encode(), other)
+                try:
+                    pid, handle = server.fork(json.dumps(request).encode(), other)
+                except BaseException:
+                    # An answer that comes later would be taken for that of the next request
+                    server.close()
+                    raise
+            other.close()
             channel.settimeout(START_TIMEOUT)
             status = channel.recv(1)
             if status != b"\x00":
-                message = channel.recv(4 + 4096)[4:].decode(errors="replace") or "the process died"
-                os.close(handle)
+                message = channel.recv(4 + 4096)[4:].decode(errors="replace") or "the process died."
                 shutil.rmtree(folder, ignore_errors=True)
                 raise SandboxError(
                     f"Programs can't be isolated on this machine: {message} With isolation='limits' they run with the "
@@ -267,6 +313,8 @@ class Sandbox:
                 )
         except BaseException as error:
             channel.close()
+            if handle is not None:
+                os.close(handle)
             if isinstance(error, OSError):
                 raise SandboxError(f"No interpreter could be started: {describe(error)}") from error
             raise
@@ -277,7 +325,6 @@ class Sandbox:
     def _living_server(self) -> _Server:
         if self._server is None or not self._server.is_alive:
             if self._server is not None:
-                logger.warning("The process that starts Python programs had ended; a new one is started.")
                 self._server.close()
             self._server = _Server(self.preload)
         return self._server
@@ -299,15 +346,16 @@ class _Server:
         with other:
             descriptor = other.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(SERVER), str(descriptor), *preload],
-                env=ENVIRONMENT,
+                [sys.executable, "-s", "-P", str(SERVER), str(descriptor), self.folder, *preload],
+                env=ENVIRONMENT | {name: os.environ[name] for name in KEPT if name in os.environ},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[descriptor],
                 start_new_session=True,  # Ctrl-C is the trainer's affair
             )
-        self._finalizer = weakref.finalize(self, _end, self._process, self._control, self.folder)
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, _end, self._process, self._control, self.folder, self._owner)
         self._control.settimeout(START_TIMEOUT)
         try:
             ready = self._control.recv(64)
@@ -320,21 +368,27 @@ class _Server:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        # In a process forked from the one that started it, it is another one's
+        return self._finalizer.alive and self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self, request: bytes, channel: socket.socket) -> tuple[int, int]:
+        self._control.settimeout(FORK_TIMEOUT)
         socket.send_fds(self._control, [request], [channel.fileno()])
-        pid, handles, _, _ = socket.recv_fds(self._control, 64, 1)
+        answer, handles, _, _ = socket.recv_fds(self._control, 4096, 1)
+        for handle in handles:
+            os.set_inheritable(handle, False)
         if not handles:
-            raise ConnectionResetError("the process that starts them has ended")
-        return int(pid), handles[0]
+            raise OSError(answer.decode(errors="replace") or "the process that starts them has ended")
+        return int(answer), handles[0]
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _end(process: subprocess.Popen, control: socket.socket, folder: str) -> None:
+def _end(process: subprocess.Popen, control: socket.socket, folder: str, owner: int) -> None:
     control.close()
+    if os.getpid() != owner:
+        return
     try:
         process.wait(2.0)  # it ends when nobody is there any more
     except subprocess.TimeoutExpired:

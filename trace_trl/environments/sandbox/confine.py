@@ -2,10 +2,10 @@
 Takes from the calling process what a program of the policy must not have. Linux only; needs no root, no container.
 
     rlimits     memory, CPU time, size of a file, open files
-    Landlock    files: reads what Python is installed in, changes its own folder, sees nothing else; no TCP
-    seccomp     system calls: those a computation needs. None that starts a process or a program, opens a socket,
-                signals another process, changes an owner, a mode or a limit
-    prctl       no new privileges; dies with its parent
+    Landlock    files: reads what Python is installed in, adds to its own folder, opens nothing else; no TCP
+    seccomp     system calls: those a computation needs. None that starts a process, a thread or a program, opens a
+                socket, signals another process, removes a file, changes an owner, a mode or a limit
+    others      no new privileges, no capabilities; dies with its parent
 
 Runs in a process without the rest of this package (see `server.py`), so it imports nothing of it.
 """
@@ -30,28 +30,26 @@ except (ImportError, RuntimeError) as error:
 
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CAPABILITY_VERSION = 0x20080522
 # The same numbers on all architectures
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 
 # Rights of Landlock (linux/landlock.h)
-EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REGULAR, TRUNCATE = (
-    1 << bit for bit in (0, 1, 2, 3, 5, 8, 14)
-)
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, MAKE_REGULAR, TRUNCATE = (1 << bit for bit in (0, 1, 2, 3, 8, 14))
 READ = EXECUTE | READ_FILE | READ_DIR  # `dlopen` maps libraries as executable
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-# No folders in it: its size is looked at often
-OWN_FOLDER = READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | REMOVE_FILE | MAKE_REGULAR
+# Its size is looked at often: there are no folders in it, and no file leaves it whose content something still holds
+OWN_FOLDER = READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | MAKE_REGULAR
 
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 SYSTEM_CALLS = """
-    read write readv writev pread64 pwrite64 open openat close lseek stat fstat lstat newfstatat fstatat64 statx access
-    faccessat faccessat2 readlink readlinkat getcwd getdents getdents64 unlink unlinkat rename renameat renameat2
-    ftruncate fsync fdatasync flock dup dup2 dup3 pipe pipe2
-    select pselect6 poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait
-    mmap mprotect munmap mremap madvise brk mincore membarrier
+    read write readv writev pread64 pwrite64 close lseek stat fstat lstat newfstatat fstatat64 statx access
+    faccessat faccessat2 readlink readlinkat getcwd getdents getdents64 ftruncate fsync fdatasync flock
+    dup dup2 dup3 pipe pipe2 select pselect6 poll ppoll epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait
+    mmap mprotect munmap mremap brk mincore membarrier
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait sigaltstack pause alarm setitimer getitimer
     nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times getrusage sched_yield
     sched_getaffinity getpid gettid getppid getuid geteuid getgid getegid getpgrp getgroups uname sysinfo getrandom
@@ -59,7 +57,10 @@ SYSTEM_CALLS = """
     futex set_robust_list get_robust_list rseq set_tid_address arch_prctl restart_syscall exit exit_group
 """.split()
 
-CLONE_THREAD = 0x10000
+O_WRITE, O_READ_WRITE, O_TRUNC, O_TMPFILE = 1, 2, 0x200, 0x400000  # the last without O_DIRECTORY, which it includes
+MADVICE = (0, 1, 2, 3, 4, 8, 14, 15)  # none that takes pages from the machine (MADV_HWPOISON)
+# A program may send these to itself. None that halts or continues a process: a SIGCONT undoes a SIGSTOP on its way
+SIGNALS = (1, 2, 6, 8, 10, 11, 12, 14, 15)
 FCNTL_COMMANDS = (
     0,
     1,
@@ -117,6 +118,13 @@ def die_with_parent(parent: int) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before that was said
         os._exit(1)
+
+
+def drop_capabilities() -> None:
+    """Root without the powers of root, which system calls that are allowed would ask for."""
+    header = struct.pack("=II", CAPABILITY_VERSION, 0)
+    if _libc.capset(ctypes.create_string_buffer(header), ctypes.create_string_buffer(24)):
+        raise ConfinementError(f"capset failed: {os.strerror(ctypes.get_errno())}")
 
 
 def readable_paths() -> list[str]:
@@ -178,11 +186,21 @@ def restrict_system_calls() -> None:
         allow("fcntl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, command))
     for command in IOCTL_COMMANDS:
         allow("ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, command))
-    allow("clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
-    # Its flags lie in memory, where no filter looks; the C library then calls clone
+    for advice in MADVICE:
+        allow("madvise", seccomp.Arg(2, seccomp.MASKED_EQ, 0xFFFFFFFF, advice))
+    # O_RDONLY | O_TRUNC empties a file that may only be read, where Landlock is older than its right to truncate
+    # (Linux 6.2). A file without a name (O_TMPFILE) counts in no folder
+    for name, flags in (("open", 1), ("openat", 2)):
+        allow(name, seccomp.Arg(flags, seccomp.MASKED_EQ, O_TMPFILE | O_TRUNC, 0))
+        for access in (O_WRITE, O_READ_WRITE):
+            allow(name, seccomp.Arg(flags, seccomp.MASKED_EQ, O_TMPFILE | O_WRITE | O_READ_WRITE, access))
+    # Its flags lie in memory, where no filter looks; the C library then tries clone, which is refused as well
     allowed.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
-    for name in ("kill", "tgkill"):
-        allow(name, seccomp.Arg(0, seccomp.MASKED_EQ, 0xFFFFFFFF, os.getpid()))
+    # All 64 bits of an argument are compared, of which the kernel takes 32
+    own = seccomp.Arg(0, seccomp.MASKED_EQ, 0xFFFFFFFF, os.getpid())
+    for name, position in (("kill", 1), ("tgkill", 2)):
+        for number in SIGNALS:
+            allow(name, own, seccomp.Arg(position, seccomp.MASKED_EQ, 0xFFFFFFFF, number))
     allow("prlimit64", seccomp.Arg(2, seccomp.EQ, 0))  # reads a limit
     allowed.load()
 
@@ -211,5 +229,6 @@ def confine(folder: str, memory: int, cpu_seconds: int, file_size: int, open_fil
     limit_resources(memory, cpu_seconds, file_size, open_files)
     if isolation == "strict":
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
+        drop_capabilities()
         restrict_files(folder)
         restrict_system_calls()

@@ -1,5 +1,5 @@
 """
-The process that interpreters are forked from: `python -I server.py FD`, started by `client.py`.
+The process that interpreters are forked from: `python -s -P server.py FD`, started by `client.py`.
 
 It holds nothing of the trainer's: a fresh Python with an empty environment, and the packages that programs often
 import, loaded once. Every message from the trainer asks for one interpreter and brings one end of a socket; the answer
@@ -33,6 +33,7 @@ from typing import Any
 
 
 MAX_FRAMES = 8  # of a traceback
+TICK = 1.0  # seconds between two looks at whether the trainer lives
 
 
 class BoundedOutput(io.RawIOBase):
@@ -71,7 +72,7 @@ class Cells:
         try:
             self._execute(code)
         except BaseException as raised:  # SystemExit too: it ends the program, not the interpreter
-            error = self._describe(raised)
+            error = self._describe(raised)[-limit:]
         try:
             stream.flush()
         except BaseException:  # the program closed it
@@ -139,6 +140,10 @@ def become_interpreter(channel: int, server: int, confinement: types.ModuleType,
         os.closerange(4, 1 << 16)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(HOME=request["folder"], TMPDIR=request["folder"])
+        # Every interpreter begins with the same random numbers, so that programs can be run again
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
         confinement.die_with_parent(server)
         confinement.confine(**request)
         write_all(3, b"\x00")
@@ -173,34 +178,53 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     confinement = load_confinement()
-    for name in sys.argv[2:]:
+    for name in sys.argv[3:]:
         try:
             importlib.import_module(name)
         except ImportError:
             pass  # a program that wants it reads the same error
-    # Every interpreter begins with the same random numbers, so that programs can be run again
-    random.seed(0)
     if "numpy" in sys.modules:
-        importlib.import_module("numpy.random").seed(0)
+        importlib.import_module("numpy.random")  # is loaded when it is first used, which would be in every interpreter
     gc.collect()
     gc.freeze()  # these objects are shared with all interpreters as long as nobody writes to them
-    own = os.getpid()
+    own, trainer = os.getpid(), os.getppid()
+    control.settimeout(TICK)
     control.send(b"ready")
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
+    while os.getppid() == trainer:
+        try:
+            message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
+        except TimeoutError:
+            continue  # a process that the trainer forked may hold the other end longer than the trainer lives
+        except OSError:
+            break
         if not message:
-            shutil.rmtree(os.getcwd(), ignore_errors=True)  # a trainer that was killed removes nothing
-            return
-        pid = os.fork()
-        if not pid:
-            become_interpreter(descriptors[0], own, confinement, json.loads(message))
-        # Before it can be reaped, so that the handle is of no other process
-        handle = os.pidfd_open(pid)
+            break
+        try:
+            answer(control, descriptors, own, confinement, json.loads(message))
+        except OSError as error:  # no process, no descriptor left: that costs one interpreter
+            control.send(f"No process could be started: {error}".encode())
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        reap()
+    # A trainer that was killed removes nothing
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
+
+
+def answer(control: socket.socket, descriptors: list, own: int, confinement: types.ModuleType, request: dict) -> None:
+    """Starts an interpreter and sends its number, with a handle of it."""
+    if not descriptors:
+        raise OSError("too many open files")
+    pid = os.fork()
+    if not pid:
+        become_interpreter(descriptors[0], own, confinement, request)
+    # Before it can be reaped, so that the handle is of no other process
+    handle = os.pidfd_open(pid)
+    try:
         rights = array.array("i", [handle])
         control.sendmsg([str(pid).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    finally:
         os.close(handle)
-        os.close(descriptors[0])
-        reap()
 
 
 if __name__ == "__main__":

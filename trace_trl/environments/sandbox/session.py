@@ -10,10 +10,27 @@ for another: at most `max_idle` of them wait at a time, however many branches ar
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections import OrderedDict
+from dataclasses import replace
 
 from .client import Interpreter, Result, Sandbox
+
+
+REPEAT_TIMEOUT = 30.0  # seconds for all earlier programs of a session together
+LOST = (
+    "The interpreter had to be started again, and the earlier programs did not do the same as before, or took too "
+    "long: all variables are lost. This program was not run."
+)
+# Differ between interpreters, and say nothing of what a program does: addresses, and the name of its folder
+_INCIDENTAL = re.compile(r"0x[0-9a-f]+|trace-python-\w+/\w+")
+
+
+def _comparable(result: Result) -> Result:
+    error = None if result.error is None else _INCIDENTAL.sub("", result.error)
+    return replace(result, output=_INCIDENTAL.sub("", result.output), error=error)
 
 
 class Sessions:
@@ -96,6 +113,7 @@ class PythonSession:
         self._sessions = sessions
         # What the namespace is made of; begins anew when an interpreter is lost
         self._history = history
+        self._closed = False
 
     def run(self, code: str) -> Result:
         """Runs a program after those that this session has run already.
@@ -104,25 +122,35 @@ class PythonSession:
             SandboxError: if programs can't be isolated on this machine.
         """
         interpreter = self._sessions.take(self)
+        if interpreter is not None and not interpreter.is_alive:
+            # Killed while it waited, for memory perhaps: no fault of a program
+            interpreter.close()
+            interpreter = None
         if interpreter is None:
-            interpreter = self._sessions.sandbox.start()
-            for earlier, known in self._history:
-                if self._run(interpreter, earlier) != known:
-                    interpreter.close()
-                    self._history = ()
-                    return Result(
-                        "",
-                        "The interpreter had to be started again, and the earlier programs did not do the same as "
-                        "before: all variables are lost. This program was not run.",
-                        lost=True,
-                    )
+            interpreter = self._repeat()
+            if interpreter is None:
+                self._history = ()
+                return Result("", LOST, lost=True)
         result = self._run(interpreter, code)
         if result.lost:
             self._history = ()
+        elif self._closed:
+            interpreter.close()
         else:
             self._history += ((code, result),)
             self._sessions.keep(self, interpreter)
         return result
+
+    def _repeat(self) -> Interpreter | None:
+        """A fresh interpreter that has run the earlier programs; `None` if they did not do the same as before."""
+        interpreter = self._sessions.sandbox.start()
+        deadline = time.monotonic() + REPEAT_TIMEOUT
+        for code, known in self._history:
+            result = self._run(interpreter, code)
+            if _comparable(result) != _comparable(known) or time.monotonic() > deadline:
+                interpreter.close()
+                return None
+        return interpreter
 
     def _run(self, interpreter: Interpreter, code: str) -> Result:
         try:
@@ -137,6 +165,7 @@ class PythonSession:
 
     def close(self) -> None:
         """Ends the session's interpreter."""
+        self._closed = True
         interpreter = self._sessions.take(self)
         if interpreter is not None:
             interpreter.close()
