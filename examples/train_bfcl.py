@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.bfcl import SMALL, BFCLTask
+from tasks.bfcl import API_CLASS, SMALL, BFCLTask
 from training import DEFAULTS, TaskArguments, load_datasets, load_model, train_and_evaluate
 from trl import ModelConfig, TrlParser, get_peft_config
 
@@ -59,7 +59,7 @@ class BFCLScriptArguments(TaskArguments):
             Ends an episode with the first user turn that is not done right: nothing that follows could be rewarded.
     """
 
-    api_class: str = field(default="GorillaFileSystem", metadata={"help": "API class of the tasks; 'all' for all."})
+    api_class: str = field(default=API_CLASS, metadata={"help": "API class of the tasks; 'all' for all."})
     call_format: str = field(default=SMALL["call_format"], metadata={"help": "'python' or 'json'."})
     docs: str = field(default=SMALL["docs"], metadata={"help": "'json', 'signatures' or 'brief'."})
     max_user_turns: int = field(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.hostile_programs import HOSTILE
 from tests.toys import call, make_model, make_tokenizer, make_trainer, speak
 from trace_trl import StepResult
 from trace_trl.environments.bfcl import bfcl_env
@@ -137,3 +138,38 @@ def test_bfcl_dialogue_with_tool_messages(tmp_path):
         assert (leaf.leaf.reward, leaf.leaf.reason) == (1.0, "final"), leaf.leaf.environment.error
         assert leaf.depth == len(scripts[row["prompt"][1]["content"]])
         assert leaf.leaf.info["user_turns"] == len(environment.ground_truth(row))
+
+
+def test_a_training_goes_on_whatever_its_programs_do(tmp_path):
+    names = ["fork bomb", "memory hog", "endless loop", "huge output", "socket", "exit at once", "two answers"]
+    names.append("binary garbage")
+    said = []
+
+    def say(history):
+        if "```output\n" in history:
+            return "\\boxed{5}" if len(said) % 2 else "\\boxed{6}"
+        said.append(names[len(said) % len(names)])
+        return f"```python\n{HOSTILE[said[-1]]}\n```"
+
+    env_reset, env_step = python_env(timeout=0.3, wall_timeout=1.0, memory_mb=128, max_observation_chars=200)
+    rows = [chat(f"problem {n}", answer="5") for n in range(8)]
+    trainer = talking(
+        tmp_path,
+        say,
+        rows,
+        env_reset=env_reset,
+        env_step=env_step,
+        reward_funcs=math_accuracy,
+        num_generations=4,
+        per_device_train_batch_size=12,
+        continuations_per_root=2,
+        max_steps=2,
+        max_completion_length=6000,
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 2 and all(math.isfinite(log["loss"]) for log in logs)
+    assert set(said) == set(names)
+    assert all(log["rollout/environment_failures"] == 0 for log in logs)  # each was answered, none given up
+    assert env_reset.__self__.sessions.idle == 0
+    env_reset.__self__.close()

@@ -12,14 +12,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tasks.bfcl import SMALL, BFCLTask
+from tasks.bfcl import API_CLASS, SMALL, BFCLTask
 
 from trace_trl.environments.bfcl_calls import format_calls
 
 
 Messages = list[dict[str, str]]
 
-LONGEST = 1300  # characters of a prompt
+LONGEST = 1700  # characters of a prompt
 LONGEST_TURN = 160
 LONGEST_EPISODE = 1200  # behind the prompt
 
@@ -50,19 +50,20 @@ def _messages(observation: Any) -> Messages:
     return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
 
-def build_demonstrations(seed: int = 0, copies: int = 2) -> list[Messages]:
+def build_demonstrations(seed: int = 0, copies: int = 5) -> list[Messages]:
     """
     Args:
         seed (`int`, *optional*, defaults to `0`):
             Seed of their order.
-        copies (`int`, *optional*, defaults to `2`):
+        copies (`int`, *optional*, defaults to `5`):
             How often each comes.
 
     Returns:
         `list[list[dict]]`: conversations, in random order.
     """
     task = BFCLTask(**SMALL)
-    rows = [row for row in task.train_rows("base") if len(row["prompt"][0]["content"]) <= LONGEST]
+    rows = task.train_rows(subset="base", api_class=API_CLASS)
+    rows = [row for row in rows if len(row["prompt"][0]["content"]) <= LONGEST]
     demonstrations = [messages for row in rows if _is_short(messages := demonstrate(row, task))] * copies
     random.Random(seed).shuffle(demonstrations)
     return demonstrations

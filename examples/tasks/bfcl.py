@@ -10,6 +10,7 @@ from trace_trl.environments.bfcl import SUBSETS, BFCLEnvironment
 from . import Row, Task
 
 
+API_CLASS = "GorillaFileSystem"  # of the tasks that the small default model is trained on
 # What the small default model is shown and asked for
 SMALL: dict[str, Any] = {
     "call_format": "python",
