@@ -6,6 +6,7 @@ import keyword
 import random
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -671,3 +672,39 @@ assert "bfcl_eval.constants.eval_config" not in sys.modules  # makes folders bes
         ran = subprocess.run([sys.executable, "-c", program, missing], capture_output=True, text=True, timeout=120)
         assert ran.returncode == 0, ran.stderr
         assert expected in ran.stdout and bool(expected) == bool(ran.stdout)
+
+
+def test_instances_are_kept_as_long_as_episodes_of_their_task_live():
+    """Long trainings visit all tasks; memory does not grow with them."""
+    environment = BFCLEnvironment()
+    row, other = environment.rows("base")[:2]
+    task = load_tasks("base")[row["id"]]
+    first, second = environment.reset(row), environment.reset(row)
+    assert first.loaded is second.loaded is first.fork().loaded
+    assert environment.reset(other).loaded is not first.loaded
+    kept = weakref.ref(first.loaded)
+    del first
+    environment.step(second, "Done.")
+    assert task._loaded() is kept() is not None
+    del second
+    assert task._loaded() is kept() is None
+    state = environment.reset(row)
+    for calls in environment.ground_truth(row):
+        environment.step(state, format_calls(calls, "python"))
+        result = environment.step(state, "Done.")
+    assert result.reward == 1.0
+
+
+def test_episodes_of_one_task_in_many_threads():
+    environment = BFCLEnvironment()
+    rows = environment.rows("base")[:4]
+
+    def play(row):
+        state = environment.reset(row)
+        for calls in environment.ground_truth(row):
+            environment.step(state, format_calls(calls, "python"))
+            result = environment.step(state, "Done.")
+        return result.reward
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(play, rows * 12, timeout=60)) == [1.0] * 48

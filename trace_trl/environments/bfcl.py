@@ -31,7 +31,7 @@ from typing import Any
 
 from .base import StepResult
 from .bfcl_calls import CALL_FORMATS, Call, parse_calls
-from .bfcl_tasks import DOCS, SUBSETS, Backend, Task, load_tasks, package, system_message, user_messages
+from .bfcl_tasks import DOCS, SUBSETS, Backend, LoadedTask, Task, load_tasks, package, system_message, user_messages
 
 
 DEFAULT_SEED = 0
@@ -44,6 +44,8 @@ class BFCLState:
 
     Attributes:
         task ([`Task`][trace_trl.environments.bfcl_tasks.Task]): the entry; read-only, shared by all episodes.
+        loaded ([`LoadedTask`][trace_trl.environments.bfcl_tasks.LoadedTask]): its API instances and those that the
+            ground truth leads to, likewise.
         backend ([`Backend`][trace_trl.environments.bfcl_tasks.Backend]): this branch's API instances,
             `backend.instances` by class name.
         results (`list[str]`): results of all calls so far.
@@ -57,6 +59,7 @@ class BFCLState:
     """
 
     task: Task
+    loaded: LoadedTask
     backend: Backend
     results: list[str] = field(default_factory=list)
     turn: int = 0
@@ -80,7 +83,7 @@ class BFCLState:
 
     def fork(self) -> BFCLState:
         """An independent copy. API instances are copied by the next call on them, on either side."""
-        copied = BFCLState(self.task, self.backend.fork(), list(self.results))
+        copied = BFCLState(self.task, self.loaded, self.backend.fork(), list(self.results))
         for name in ("turn", "turn_steps", "steps", "calls", "failed_calls", "invalid", "error", "done"):
             setattr(copied, name, getattr(self, name))
         return copied
@@ -189,7 +192,8 @@ class BFCLEnvironment:
     def reset(self, example: Mapping[str, Any]) -> BFCLState:
         """Starts an episode for a row with an `id` column."""
         task = self._task(example)
-        return BFCLState(task, task.start())
+        loaded = task.load()
+        return BFCLState(task, loaded, loaded.start())
 
     def _task(self, example: Mapping[str, Any]) -> Task:
         name = str(example.get("id"))
@@ -281,7 +285,7 @@ def _check(state: BFCLState) -> str | None:
     if not state.task.ground_truth[state.turn]:
         return None  # something is missing, so that no calls are needed: nothing is checked, not even that none came
     checker = package("eval_checker.multi_turn_eval.multi_turn_checker")
-    expected, instances = state.task.reference(state.turn)
+    expected, instances = state.loaded.reference(state.turn)
     if not state.turn_steps:
         return f"User turn {state.turn} holds no calls."
     try:

@@ -25,6 +25,7 @@ import inspect
 import json
 import re
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,30 +203,18 @@ class Task:
     ground_truth: list[list[str]]
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
-        self._start: Backend | None = None
-        self._after: list[tuple[list[str], dict[str, Any]]] = []
-        self._reference: Backend | None = None
+        self._lock = threading.Lock()
+        self._loaded: weakref.ref[LoadedTask] | None = None
 
-    def start(self) -> Backend:
-        """The API instances before the first call, to be called by the caller alone."""
+    def load(self) -> LoadedTask:
+        """The task's API instances, the same for all who hold them at a time. Nobody but its episodes does, so that a
+        training that visits all tasks keeps those of the tasks that are being played."""
         with self._lock:
-            if self._start is None:
-                self._start = self._load()
-            return self._start.fork()
-
-    def reference(self, turn: int) -> tuple[list[str], dict[str, Any]]:
-        """The results of the ground truth in this turn, and the instances after it. They depend on nothing that a
-        policy does, so that they are made once; nobody may change them."""
-        with self._lock:
-            if self._reference is None:
-                self._reference = self.start()
-            while len(self._after) <= turn:
-                calls = self.calls(len(self._after))
-                results = [self._reference.call(call)[0] for call in calls]
-                self._after.append((results, self._reference.instances))
-                self._reference = self._reference.fork()
-            return self._after[turn]
+            loaded = None if self._loaded is None else self._loaded()
+            if loaded is None:
+                loaded = LoadedTask(self)
+                self._loaded = weakref.ref(loaded)
+            return loaded
 
     def calls(self, turn: int) -> list[Call]:
         """The ground truth's calls in this turn."""
@@ -233,12 +222,13 @@ class Task:
 
     def named(self, call: Call) -> Call:
         """The call with all of its arguments by name."""
-        backend = self.start()
+        backend = self.load().start()
         method = getattr(backend.instances[backend.owners[call.name]], call.name)
         names = list(_signature(method.__func__).parameters)[1:]
         return Call(call.name, {**dict(zip(names, call.positional, strict=False)), **call.arguments})
 
-    def _load(self) -> Backend:
+    def make_instances(self) -> Backend:
+        """API instances in their initial states."""
         backend = package("constants.executable_backend_config")
         package("eval_checker.multi_turn_eval.func_source_code.math_api")  # says so if mpmath is missing
         instances, owners = {}, {}
@@ -254,6 +244,33 @@ class Task:
             methods = inspect.getmembers(cls, inspect.isfunction)
             owners.update({method: name for method, _ in methods if not method.startswith("_")})
         return Backend(instances, owners)
+
+
+class LoadedTask:
+    """A task's API instances, and what its ground truth does to them. Used from many threads."""
+
+    def __init__(self, task: Task):
+        self._task = task
+        self._lock = threading.Lock()
+        self._start = task.make_instances()
+        self._after: list[tuple[list[str], dict[str, Any]]] = []
+        self._reference = self._start.fork()
+
+    def start(self) -> Backend:
+        """The API instances before the first call, to be called by the caller alone."""
+        with self._lock:
+            return self._start.fork()
+
+    def reference(self, turn: int) -> tuple[list[str], dict[str, Any]]:
+        """The results of the ground truth in this turn, and the instances after it. They depend on nothing that a
+        policy does, so that they are made once; nobody may change them."""
+        with self._lock:
+            while len(self._after) <= turn:
+                calls = self._task.calls(len(self._after))
+                results = [self._reference.call(call)[0] for call in calls]
+                self._after.append((results, self._reference.instances))
+                self._reference = self._reference.fork()
+            return self._after[turn]
 
 
 _TASKS: dict[str, dict[str, Task]] = {}
