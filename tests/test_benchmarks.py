@@ -30,3 +30,11 @@ def test_tool_schedule(trainer):
     output = run("tool_schedule.py", "--trainer", trainer, "--steps", "1", "--rounds", "1")
     events = [line for line in output.splitlines() if line.startswith("EVENT ")]
     assert ['"started"' in events[0], '"finished"' in events[1]] == [True, True]
+
+
+def test_env_throughput():
+    names = ["server", "bfcl", "python"]
+    output = run("env_throughput.py", "--episodes", "100", "--at_once", "16", "--environments", *names)
+    rows = [line.split() for line in output.splitlines() if line.startswith(("server", "bfcl", "python"))]
+    assert [row[0] for row in rows] == names
+    assert all(int(row[1]) >= 100 and float(row[5]) > 0 for row in rows)
