@@ -226,6 +226,8 @@ def main() -> None:
     parser.add_argument("--at_once", type=int, default=64)
     parser.add_argument("--json", help="File for the results, one line each.")
     args = parser.parse_args()
+    if args.episodes < 100:
+        parser.error("--episodes must be at least 100.")
     columns = "episodes forks steps seconds episodes/s steps/s memory_MB growth".split()
     print(f"{'':<10}" + "".join(name.rjust(18 if name == "memory_MB" else 11) for name in columns))
     for name in args.environments:

@@ -153,7 +153,7 @@ def train(args: argparse.Namespace) -> None:
     print(f"{args.output_dir}: {weights.stat().st_size / 1e6:.1f} MB")
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Builds the warm start of a training script.")
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--model", default=MODEL_ID, help="Base model.")
@@ -172,8 +172,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.output_dir = args.output_dir or str(WARM_STARTS / args.task)
-    train(args)
+    return args
 
 
 if __name__ == "__main__":
-    main()
+    train(parse_arguments())

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from smollm2 import MODEL_ID, resolve_model
@@ -68,20 +68,20 @@ LIMITS = ("max_turns", "max_turn_length", "max_completion_length")
 # Arguments that belong to one task, with what they are if they are not given
 OF_TASK: dict[str, dict[str, Any]] = {
     "hotpotqa": {"search_k": 1, "corpus": None, "retrieval_url": None, "aliases": None},
-    "math": {},
+    "math": {"isolation": "strict"},
     "bfcl": {"call_format": "python", "docs": "json", "max_user_turns": None},
 }
 
 
 def make_task(args: argparse.Namespace) -> Task:
     if args.task == "math":
-        return MathTask()
+        return MathTask(isolation=args.isolation)
     if args.task == "bfcl":
         return BFCLTask(
             call_format=args.call_format,
             docs=args.docs,
-            max_user_turns=args.max_user_turns,
-            max_observation_chars=args.max_observation_chars,
+            max_user_turns=args.max_user_turns or None,
+            max_observation_chars=args.max_observation_chars or None,
         )
     kwargs = {} if args.max_observation_chars is None else {"max_observation_chars": args.max_observation_chars}
     return SearchTask(k=args.search_k, retriever=make_retriever(args.corpus, args.retrieval_url), **kwargs)
@@ -217,12 +217,14 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 def read_episodes(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """
-    The episodes of a run that was stopped. A last line that is not whole is taken off the file.
+    The episodes of a run that was stopped. A last line that is not whole is taken off the file. Without a file, begins
+    one.
 
     Raises:
         SystemExit: if they are of another setting, or if a line among them can't be read.
     """
     if not path.is_file():
+        path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
     read = []
@@ -254,18 +256,18 @@ def main() -> None:
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "episodes.jsonl"
-    settings = {key: value for key, value in vars(args).items() if key not in ("output_dir", "batch_size", "rows")}
-    with accelerator.main_process_first():
-        episodes = read_episodes(path, settings)
+    free = ("output_dir", "batch_size", "rows", "samples")  # may be others when a run goes on
+    settings = {key: value for key, value in vars(args).items() if key not in free}
+    shared: list[Any] = [read_episodes(path, settings) if main_process else None]
+    (episodes,) = broadcast_object_list(shared)
     chosen = {row["id"] for row in rows}
     episodes = [episode for episode in episodes if episode["id"] in chosen and episode["sample"] < args.samples]
     done = {(episode["id"], episode["sample"]) for episode in episodes}
     left = [(row, sample) for row in rows for sample in range(args.samples) if (row["id"], sample) not in done]
-    if main_process and not path.is_file():
-        path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
     processes, process = accelerator.num_processes, accelerator.process_index
     # Other random numbers on every process, and than those of the part that is done
-    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{args.seed} {process} {len(done)}".encode()).digest()[:8]))
+    seed = hashlib.sha256(f"{args.seed} {process} {len(done)}".encode()).digest()[:8]
+    torch.manual_seed(int.from_bytes(seed, "big"))
     started = time.perf_counter()
     progress = tqdm(total=len(rows) * args.samples, initial=len(done), unit="episode", disable=not main_process)
     for start in range(0, len(left), args.batch_size * processes):
@@ -285,7 +287,7 @@ def main() -> None:
     progress.close()
     if main_process:
         results = summarise(episodes, task)
-        (folder / "results.json").write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+        (folder / "results.json").write_text(json.dumps({"settings": vars(args), "results": results}, indent=2) + "\n")
         print(
             f"\n{table(results)}\n\nresults  {folder / 'results.json'}\ntook     {time.perf_counter() - started:.0f} s"
         )
@@ -313,15 +315,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max_turn_length", type=int, help="Tokens of a turn.")
     parser.add_argument("--max_completion_length", type=int, help="Tokens of an episode, observations included.")
     parser.add_argument("--success_threshold", type=float, default=1.0, help="Reward that is a success.")
-    parser.add_argument("--max_observation_chars", type=int, help="Length of what is read of a result (not of math).")
+    parser.add_argument("--max_observation_chars", type=int, help="hotpotqa, bfcl: length of a result; 0 for all.")
     parser.add_argument("--search_k", type=int, help="hotpotqa: pages shown by one search.")
     parser.add_argument("--corpus", help="hotpotqa: folder of an index to search in.")
     parser.add_argument("--retrieval_url", help="hotpotqa: retrieval server to search with.")
     parser.add_argument("--aliases", help="hotpotqa: file of aliases of 2WikiMultiHopQA's answers.")
+    parser.add_argument("--isolation", choices=("strict", "limits"), help="math: how programs are run.")
     parser.add_argument("--call_format", choices=CALL_FORMATS, help="bfcl: how calls are written.")
     parser.add_argument("--docs", choices=DOCS, help="bfcl: how functions are described.")
-    parser.add_argument("--max_user_turns", type=int, help="bfcl: the first user turns only.")
+    parser.add_argument("--max_user_turns", type=int, help="bfcl: the first user turns only; 0 for all.")
     args = parser.parse_args()
+    if args.task == "math" and args.max_observation_chars is not None:
+        parser.error("--max_observation_chars is for --task hotpotqa and --task bfcl.")
     for task, options in OF_TASK.items():
         for name in options:
             if task != args.task and getattr(args, name) is not None:

@@ -39,11 +39,15 @@ def lines_of(record: dict, width: int = 64) -> list[str]:
     return [f"v {number(record['value'], '.2f')}  {question}", *walk(0, "")]
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
     parser.add_argument("directory", type=Path, help="folder with trees-*.jsonl")
     parser.add_argument("--count", type=int, default=3, help="trees to print")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     records = [json.loads(line) for path in sorted(args.directory.glob("trees-*.jsonl")) for line in path.open()]
     records.sort(key=lambda record: (not record["effective"], -record["step"]))
     for record in records[: args.count]:

@@ -48,13 +48,16 @@ class MathScriptArguments(TaskArguments):
     Args:
         program_timeout (`float`, *optional*, defaults to `5.0`):
             Seconds of CPU time of a program.
+        isolation (`str`, *optional*, defaults to `"strict"`):
+            `"limits"` where the kernel can't isolate programs, and you trust them.
     """
 
     program_timeout: float = field(default=5.0, metadata={"help": "Seconds of CPU time of a program."})
+    isolation: str = field(default="strict", metadata={"help": "'strict', or 'limits' for programs you trust."})
 
 
 def main(script_args: MathScriptArguments, training_args: TRACEConfig, model_args: ModelConfig) -> None:
-    task = MathTask(timeout=script_args.program_timeout)
+    task = MathTask(timeout=script_args.program_timeout, isolation=script_args.isolation)
     train_dataset, eval_dataset = load_datasets(task, script_args)
     model, tokenizer = load_model(task, script_args, training_args, model_args)
     trainer = TRACETrainer(

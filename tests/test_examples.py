@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from trl import TrlParser
 
 from tests.toys import make_model, make_tokenizer, make_trainer, speak
 from trace_trl import TRACEConfig
 
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 TRAINING = {
     "warm_start": "none",
     "max_steps": 1,
@@ -228,44 +230,52 @@ def test_an_evaluation_counts_its_own_answers_only(on_path):
     results = task.evaluation_results({})
     assert results == pytest.approx({"answered": 1.0, "exact match": 0.5, "token F1": (1 + 2 / 3) / 2})
     assert task.reward.answers == []
+    # Two processes share three rows: the first fills the last batch up, and is counted once
+    task.reward(
+        environments=[State()] * 4,
+        id=["a", "b", "c", "a"],
+        answers=[["red"], ["x"], ["x"], ["red"]],
+        log_extra=log_extra,
+    )
+    assert task.evaluation_results({})["exact match"] == pytest.approx(1 / 3)
 
 
 def documented_commands():
-    for path in sorted(EXAMPLES.glob("*.py")):
-        text = path.read_text().split('"""')[1].replace("\\\n", " ")
-        for line in text.splitlines():
-            if re.match(r"    (accelerate launch|python) .*examples/", line):
-                yield pytest.param(path.name, line, id=f"{path.name} {len(line)}")
+    pages = [*(ROOT / "docs").glob("*.md"), *EXAMPLES.rglob("README.md"), *EXAMPLES.glob("*.py")]
+    for path in sorted(pages):
+        text = path.read_text()
+        if path.suffix == ".py":
+            text = text.split('"""')[1]
+        text = re.sub(r"\\\n +", " ", text)
+        quoted = re.findall(r"`((?:accelerate launch|python)\s[^`]*?examples/\w+\.py[^`]*)`", text)
+        lines = re.findall(r"^ *((?:accelerate launch|python) .*examples/\w+\.py.*)$", text, re.MULTILINE)
+        for command in [*quoted, *lines]:
+            command = " ".join(command.split("#")[0].split())
+            if "..." not in command:
+                yield pytest.param(command, id=f"{path.name}: {command[-60:]}")
 
 
-@pytest.mark.parametrize(("name", "command"), list(documented_commands()))
-def test_documented_commands_are_understood(name, command, on_path, monkeypatch):
+@pytest.mark.parametrize("command", list(documented_commands()))
+def test_documented_commands_are_understood(command, on_path, monkeypatch):
     """Flags exist and values are of their types; budgets fit the number of processes."""
-    launcher, _, flags = command.partition(f"examples/{name} ")
+    launcher, name, flags = re.fullmatch(r"(.*?)examples/(\w+\.py)(.*)", command).groups()
     processes = re.search(r"--num_processes (\d+)", launcher)
-    arguments = shlex.split(flags)
     for config in re.findall(r"accelerate_configs/\w+\.yaml", launcher):
-        assert (EXAMPLES.parent / config).is_file()
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    if name in ("evaluate_model.py", "build_warm_start.py"):
-        module = runpy.run_path(str(EXAMPLES / name))
-        if "parse_arguments" in module:
-            assert module["parse_arguments"]().max_turns
-        return
+        assert (ROOT / config).is_file()
+    monkeypatch.setattr(sys, "argv", [name, *shlex.split(flags)])
     if not name.startswith("train"):
+        parse = runpy.run_path(str(EXAMPLES / name))["parse_arguments"]
+        assert parse()
         return
     seen = {}
 
     def stop(self):
-        seen["config"] = self.parse()
+        seen["config"] = parse_args(self)
         raise SystemExit
 
-    from trl import TrlParser
-
-    monkeypatch.setattr(TrlParser, "parse", TrlParser.parse_args_and_config, raising=False)
+    parse_args = TrlParser.parse_args_and_config
     monkeypatch.setattr(TrlParser, "parse_args_and_config", stop)
     monkeypatch.setattr(TRACEConfig, "world_size", property(lambda self: int(processes[1]) if processes else 1))
-    monkeypatch.setattr(TRACEConfig, "_validate_args", lambda self: None, raising=False)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True, raising=False)
     with pytest.raises(SystemExit):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
@@ -275,6 +285,13 @@ def test_documented_commands_are_understood(name, command, on_path, monkeypatch)
         assert config.generation_batch_size // (1 + config.continuations_per_root) == 1024
         per_step = config.per_device_train_batch_size * int(processes[1]) * config.gradient_accumulation_steps
         assert per_step == config.generation_batch_size
+
+
+def test_there_are_commands_for_the_paper_s_models():
+    commands = [parameter.values[0] for parameter in documented_commands()]
+    for name in ("train_hotpotqa.py", "train_bfcl.py", "train_math.py"):
+        assert sum(f"--num_processes 8 examples/{name}" in command for command in commands) == 1
+    assert len(commands) > 12
 
 
 @pytest.fixture

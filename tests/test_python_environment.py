@@ -147,8 +147,8 @@ def test_more_branches_than_interpreters():
 
 def test_long_observations_keep_their_ends():
     text = render_result(Result("a" * 500 + "b" * 500, "Traceback\nValueError: at the end"), 100)
-    assert text.startswith("aaa") and text.endswith("ValueError: at the end") and "930 characters left out" not in text
-    assert "characters left out" in text and len(text) < 150
+    whole = "a" * 500 + "b" * 500 + "\nTraceback\nValueError: at the end"
+    assert text == f"{whole[:50]}\n[{len(whole) - 100} characters left out]\n{whole[-50:]}"
     assert "[7 more bytes]" in render_result(Result("x", dropped=7), 100)
     assert render_result(Result(""), 100) == "[no output]"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trace_trl.environments.math_answers import math_accuracy
+from trace_trl.environments.math_answers import MathAccuracy
 from trace_trl.environments.math_data import load_problems
 from trace_trl.environments.python import python_env
 
@@ -34,15 +34,17 @@ class MathTask(Task):
     Args:
         timeout (`float`, *optional*, defaults to `5.0`):
             Seconds of CPU time of a program.
+        isolation (`str`, *optional*, defaults to `"strict"`):
+            `"limits"` where the kernel can't isolate programs, see [`Sandbox`].
     """
 
     name = "math"
     reward_name = "right answers"
     metrics = {"programs": "programs per episode", "program_errors": "failed programs"}
 
-    def __init__(self, timeout: float = 5.0):
-        self.env_reset, self.env_step = python_env(timeout=timeout)
-        self.reward_funcs = [math_accuracy]
+    def __init__(self, timeout: float = 5.0, isolation: str = "strict"):
+        self.env_reset, self.env_step = python_env(timeout=timeout, isolation=isolation)
+        self.reward_funcs = [MathAccuracy(isolation=isolation)]
 
     def train_rows(self, source: str | Path | None = None, **kwargs: Any) -> list[Row]:
         if source is None:

@@ -1,10 +1,10 @@
 """
 Word problems of one to five steps, made by rule: what a model of 135M parameters can learn to put into a program.
 
-    Mia has 12 apples. She picks 5 more. She gives half of them to Tom. How many apples does Mia have now?
+    Mia has 12 apples. She finds 5 more. Tom is 9 years old. She sells 4. How many apples does Mia have now?
 
-GSM8K is out of reach for it: trained on demonstrations from GSM8K, it writes programs that run and solves 2 % of the
-problems. Here the number of steps, the wordings and the sentences that do not matter make the difficulty.
+GSM8K is out of reach for it (`warm_start/math/README.md` has the numbers). Here the number of steps, the wordings and
+the sentences that do not matter make the difficulty.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def make_problem(rng: random.Random, steps: int) -> dict[str, Any]:
             sentences.append(rng.choice(FILLERS).format(n=rng.randint(3, 30), **words))
         sentences.append(rng.choice(WORDINGS[operation]).format(n=operand, **words))
         lines.append(f"x = x {'//' if operation == '/' else operation} {operand}")
-        number = {"+": number + operand, "-": number - operand, "*": number * operand, "/": number // operand}[
-            operation
-        ]
+        number = OPERATIONS[operation](number, operand)
     return {
         "problem": " ".join([*sentences, f"How many {things} does {name} have now?"]),
         "answer": str(number),

@@ -40,8 +40,8 @@ def test_evaluation_plays_every_episode_once(model, tmp_path):
     assert len(path.read_text().splitlines()) == 6
 
 
-def test_a_training_script_measures_its_evaluation_once(model, tmp_path):
-    """Three rows for two processes: one of them comes twice, and is counted once."""
+def test_a_training_script_reports_once(model, tmp_path):
+    """Three rows for two processes: one of them comes twice."""
     flags = {
         "model_name_or_path": model,
         "warm_start": "none",

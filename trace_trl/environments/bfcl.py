@@ -207,7 +207,8 @@ class BFCLEnvironment:
         """The calls that each user turn of a row needs, arguments by name, such as for demonstrations:
         [`format_calls`][trace_trl.environments.bfcl_calls.format_calls] writes them in either format."""
         task = self._task(example)
-        return [[task.named(call) for call in task.calls(turn)] for turn in range(self._turns(task))]
+        instances = task.load().start()
+        return [[task.named(call, instances) for call in task.calls(turn)] for turn in range(self._turns(task))]
 
     def step(self, state: BFCLState, action: str, messages: Any = None) -> StepResult:
         """

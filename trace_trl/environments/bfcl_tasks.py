@@ -220,9 +220,9 @@ class Task:
         """The ground truth's calls in this turn."""
         return parse_calls(f"[{', '.join(self.ground_truth[turn])}]")[0]
 
-    def named(self, call: Call) -> Call:
-        """The call with all of its arguments by name."""
-        backend = self.load().start()
+    @staticmethod
+    def named(call: Call, backend: Backend) -> Call:
+        """The call with all of its arguments by name; `backend` has the function."""
         method = getattr(backend.instances[backend.owners[call.name]], call.name)
         names = list(_signature(method.__func__).parameters)[1:]
         return Call(call.name, {**dict(zip(names, call.positional, strict=False)), **call.arguments})

@@ -17,7 +17,7 @@ from typing import Any
 
 from .base import without_thoughts
 from .python import PythonState, find_code
-from .sandbox import Interpreter, Sandbox
+from .sandbox import Interpreter, Sandbox, SandboxError
 
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
@@ -87,7 +87,7 @@ class AnswerChecker:
 
         Raises:
             ImportError: if `math-verify` is not installed.
-            SandboxError: if programs can't be isolated on this machine.
+            SandboxError: if programs can't be isolated on this machine, or the process does not start.
         """
         text = _BOLD.sub(r"\1", without_thoughts(text))
         program = f"is_right({answer!r}, {text!r}, {self.require_box})"
@@ -116,7 +116,9 @@ class AnswerChecker:
         prepared = interpreter.run(_PREPARE, START_TIMEOUT, START_TIMEOUT)
         if prepared.error is not None:
             interpreter.close()
-            raise ImportError(f"Answers can't be checked: pip install math-verify.\n{prepared.error}")
+            if "ModuleNotFoundError" in prepared.error:
+                raise ImportError(f"Answers can't be checked: pip install math-verify.\n{prepared.error}")
+            raise SandboxError(f"The process that checks answers could not be prepared: {prepared.error}")
         return interpreter
 
     def close(self) -> None:

@@ -36,8 +36,8 @@ def load_problems(
         limit (`int`, *optional*):
             Reads no more than the first `limit` rows of the source.
         skip_faulty (`bool`, *optional*, defaults to `False`):
-            Leaves rows out that lack a problem or an answer, with a warning, where they end the reading otherwise.
-            DeepScaleR has rows with an empty answer.
+            Leaves rows out that lack a problem, an answer or an id of their own, with a warning, where they end the
+            reading otherwise. DeepScaleR has rows with an empty answer.
 
     Returns:
         `list[dict]`: rows with

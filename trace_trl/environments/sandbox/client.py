@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -115,8 +116,8 @@ class Interpreter:
         if poller.poll(0):
             raise ValueError("it speaks without being asked")
         received, length = bytearray(), None
-        # A byte takes six in JSON at most
-        limit = 12 * self.max_output + 1024
+        # In JSON a byte of the output takes six, and a character of the error twelve
+        limit = 18 * self.max_output + 1024
         unsent = memoryview(request)
         while length is None or len(received) < 4 + length:
             now = time.monotonic()
@@ -208,10 +209,6 @@ class Interpreter:
         if not getattr(self, "_closed", True):
             self.close()
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
 
 class _Ended(Exception):
     """Why a program was ended."""
@@ -282,7 +279,7 @@ class Sandbox:
             SandboxError: if it can't be confined here.
         """
         channel, other = socket.socketpair()
-        handle = None
+        handle = folder = None
         try:
             with self._lock:
                 server = self._living_server()
@@ -297,24 +294,28 @@ class Sandbox:
                 }
                 try:
                     pid, handle = server.fork(json.dumps(request).encode(), other)
+                except SandboxError:
+                    raise  # its answer: the other interpreters are well
                 except BaseException:
                     # An answer that comes later would be taken for that of the next request
                     server.close()
                     raise
             other.close()
             channel.settimeout(START_TIMEOUT)
-            status = channel.recv(1)
-            if status != b"\x00":
+            if channel.recv(1) != b"\x00":
                 message = channel.recv(4 + 4096)[4:].decode(errors="replace") or "the process died."
-                shutil.rmtree(folder, ignore_errors=True)
                 raise SandboxError(
                     f"Programs can't be isolated on this machine: {message} With isolation='limits' they run with the "
-                    "trainer's own rights."
+                    "trainer's own rights (PythonEnvironment, and AnswerChecker or MathAccuracy)."
                 )
         except BaseException as error:
             channel.close()
             if handle is not None:
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
                 os.close(handle)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise SandboxError(f"No interpreter could be started: {describe(error)}") from error
             raise
@@ -340,10 +341,11 @@ class Sandbox:
 class _Server:
     def __init__(self, preload: Sequence[str]):
         if not sys.platform.startswith("linux"):
-            raise SandboxError("Programs can be isolated on Linux only.")
+            raise SandboxError("The Python tool runs on Linux only: it limits and isolates programs by the kernel.")
         self.folder = tempfile.mkdtemp(prefix="trace-python-")
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
+        with contextlib.ExitStack() as failed, other:
+            failed.callback(shutil.rmtree, self.folder, ignore_errors=True)
             descriptor = other.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-P", str(SERVER), str(descriptor), self.folder, *preload],
@@ -354,6 +356,7 @@ class _Server:
                 pass_fds=[descriptor],
                 start_new_session=True,  # Ctrl-C is the trainer's affair
             )
+            failed.pop_all()
         self._owner = os.getpid()
         self._finalizer = weakref.finalize(self, _end, self._process, self._control, self.folder, self._owner)
         self._control.settimeout(START_TIMEOUT)
@@ -378,7 +381,9 @@ class _Server:
         for handle in handles:
             os.set_inheritable(handle, False)
         if not handles:
-            raise OSError(answer.decode(errors="replace") or "the process that starts them has ended")
+            if answer:
+                raise SandboxError(answer.decode(errors="replace"))
+            raise ConnectionResetError("the process that starts them has ended")
         return int(answer), handles[0]
 
     def close(self) -> None:

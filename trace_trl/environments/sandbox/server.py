@@ -1,5 +1,5 @@
 """
-The process that interpreters are forked from: `python -s -P server.py FD`, started by `client.py`.
+The process that interpreters are forked from: `python -s -P server.py FD FOLDER PACKAGE ..`, started by `client.py`.
 
 It holds nothing of the trainer's: a fresh Python with an empty environment, and the packages that programs often
 import, loaded once. Every message from the trainer asks for one interpreter and brings one end of a socket; the answer
@@ -22,6 +22,7 @@ import json
 import linecache
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -137,7 +138,7 @@ def become_interpreter(channel: int, server: int, confinement: types.ModuleType,
         for descriptor in range(3):
             os.dup2(null, descriptor)
         os.dup2(channel, 3)
-        os.closerange(4, 1 << 16)
+        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(HOME=request["folder"], TMPDIR=request["folder"])
         # Every interpreter begins with the same random numbers, so that programs can be run again
@@ -175,19 +176,32 @@ def reap() -> None:
 
 
 def main() -> None:
+    trainer = os.getppid()
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    confinement = load_confinement()
-    for name in sys.argv[3:]:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            pass  # a program that wants it reads the same error
-    if "numpy" in sys.modules:
-        importlib.import_module("numpy.random")  # is loaded when it is first used, which would be in every interpreter
-    gc.collect()
-    gc.freeze()  # these objects are shared with all interpreters as long as nobody writes to them
-    own, trainer = os.getpid(), os.getppid()
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        confinement = load_confinement()
+        for name in sys.argv[3:]:
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                pass  # a program that wants it reads the same error
+        if "numpy" in sys.modules:
+            # It is loaded when it is first used, which would be in every interpreter
+            importlib.import_module("numpy.random")
+        gc.collect()
+        gc.freeze()  # these objects are shared with all interpreters as long as nobody writes to them
+        serve(control, trainer, confinement)
+    except ConnectionError:
+        pass  # the trainer has ended
+    finally:
+        # A trainer that was killed removes nothing
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+
+
+def serve(control: socket.socket, trainer: int, confinement: types.ModuleType) -> None:
+    """Starts interpreters until the trainer ends."""
+    own = os.getpid()
     control.settimeout(TICK)
     control.send(b"ready")
     while os.getppid() == trainer:
@@ -195,20 +209,18 @@ def main() -> None:
             message, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
         except TimeoutError:
             continue  # a process that the trainer forked may hold the other end longer than the trainer lives
-        except OSError:
-            break
         if not message:
-            break
+            return
         try:
             answer(control, descriptors, own, confinement, json.loads(message))
+        except ConnectionError:
+            raise
         except OSError as error:  # no process, no descriptor left: that costs one interpreter
             control.send(f"No process could be started: {error}".encode())
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         reap()
-    # A trainer that was killed removes nothing
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 def answer(control: socket.socket, descriptors: list, own: int, confinement: types.ModuleType, request: dict) -> None:

@@ -21,8 +21,8 @@ from .client import Interpreter, Result, Sandbox
 
 REPEAT_TIMEOUT = 30.0  # seconds for all earlier programs of a session together
 LOST = (
-    "The interpreter had to be started again, and the earlier programs did not do the same as before, or took too "
-    "long: all variables are lost. This program was not run."
+    "The earlier programs had to be run again, and did not do the same as before, or took too long. This one was not "
+    "run."
 )
 # Differ between interpreters, and say nothing of what a program does: addresses, and the name of its folder
 _INCIDENTAL = re.compile(r"0x[0-9a-f]+|trace-python-\w+/\w+")
@@ -86,11 +86,20 @@ class Sessions:
         too many."""
         ended = []
         with self._lock:
-            self._idle[session] = interpreter
+            if session.closed:
+                ended.append(interpreter)
+            else:
+                self._idle[session] = interpreter
             while len(self._idle) > self.max_idle:
                 ended.append(self._idle.popitem(last=False)[1])
         for interpreter in ended:
             interpreter.close()
+
+    def end(self, session: PythonSession) -> Interpreter | None:
+        """As `take`; what comes back for this session later is not kept."""
+        with self._lock:
+            session.closed = True
+            return self._idle.pop(session, None)
 
     @property
     def idle(self) -> int:
@@ -113,7 +122,7 @@ class PythonSession:
         self._sessions = sessions
         # What the namespace is made of; begins anew when an interpreter is lost
         self._history = history
-        self._closed = False
+        self.closed = False
 
     def run(self, code: str) -> Result:
         """Runs a program after those that this session has run already.
@@ -134,8 +143,6 @@ class PythonSession:
         result = self._run(interpreter, code)
         if result.lost:
             self._history = ()
-        elif self._closed:
-            interpreter.close()
         else:
             self._history += ((code, result),)
             self._sessions.keep(self, interpreter)
@@ -164,8 +171,7 @@ class PythonSession:
         return PythonSession(self._sessions, self._history)
 
     def close(self) -> None:
-        """Ends the session's interpreter."""
-        self._closed = True
-        interpreter = self._sessions.take(self)
+        """Ends the session's interpreter; one that is at work, when it has done its work."""
+        interpreter = self._sessions.end(self)
         if interpreter is not None:
             interpreter.close()
