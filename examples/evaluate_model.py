@@ -288,9 +288,10 @@ def main() -> None:
     if main_process:
         results = summarise(episodes, task)
         (folder / "results.json").write_text(json.dumps({"settings": vars(args), "results": results}, indent=2) + "\n")
-        print(
-            f"\n{table(results)}\n\nresults  {folder / 'results.json'}\ntook     {time.perf_counter() - started:.0f} s"
-        )
+        print(f"\n{table(results)}\n")
+        print(f"success  {task.reward_name} of at least {args.success_threshold:g}")
+        print(f"results  {folder / 'results.json'}")
+        print(f"took     {time.perf_counter() - started:.0f} s")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -96,6 +96,7 @@ EVALUATION = {
 )
 def test_evaluation(task, arguments, words, run, model, tmp_path):
     output = run("evaluate_model.py", task=task, model=model, output_dir=tmp_path, **EVALUATION, **arguments)
+    assert re.search(r"\nsuccess  [\w ]+ of at least 1\n", output)
     for word in ["rows", "samples", "pass@1", "pass@2", "turns", "tokens", "all", *words]:
         assert word in output
     results = json.loads((tmp_path / "results.json").read_text())["results"]["all"]

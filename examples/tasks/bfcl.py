@@ -30,7 +30,6 @@ class BFCLTask(Task):
     """
 
     name = "bfcl"
-    reward_name = "reward"
     metrics = {
         "user_turns": "user turns played",
         "calls": "calls per episode",
