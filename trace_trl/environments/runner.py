@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import queue
 import threading
 import time
@@ -24,7 +25,9 @@ from typing import Any
 
 GetLoop = Callable[[], asyncio.AbstractEventLoop]
 
-FIRST_WORKERS = 16  # enough where calls only compute; more are started when calls are seen to wait for something
+# Enough where calls only compute: more would not be faster, and each thread keeps freed memory of its own. More are
+# started when calls are seen to wait for something.
+FIRST_WORKERS = max(4, min(16, 2 * (os.cpu_count() or 1)))
 TICK = 0.02  # seconds between two looks at a round that has calls without a worker
 PATIENCE = 0.5  # seconds until such calls get workers although the CPU is busy: lost calls may be what keeps it so
 IDLE = 10.0  # seconds until a worker without calls ends
