@@ -56,9 +56,9 @@ def grow(spec, seed=None):
     return tree
 
 
-def method_tree():
-    """Bare rollouts a1 a2 a3 (R=0) and b1 b2 (R=1), and one continuation c3 (R=1) after a2."""
-    tree = grow([[[0.0, 1.0]], [1.0]])
+def method_tree(c3=1.0):
+    """Bare rollouts a1 a2 a3 (R=0) and b1 b2 (R=1), and one continuation c3 (R=1 by default) after a2."""
+    tree = grow([[[0.0, c3]], [1.0]])
     names = ("a1", "a2", "a3", "c3", "b1", "b2")
     turns = dict(zip(names, tree.turns(), strict=True))
     for number, name in enumerate(("a3", "b2", "c3")):
@@ -110,9 +110,15 @@ def has_siblings(tree, turn):
     return bool(rewards_below(tree, turn)) and sum(map(bool, groups)) > 1
 
 
-def segment_head(tree, turn):
-    """Nearest ancestor-or-self turn with siblings, `None` if there is none."""
-    return next((node for node in upward(turn)[:-1] if has_siblings(tree, node)), None)
+def differ(tree, node):
+    """Whether the leaves below `node` have different rewards."""
+    return len(set(rewards_below(tree, node))) > 1
+
+
+def segment_head(tree, turn, contrast=False):
+    """Nearest ancestor-or-self turn with siblings, `None` if there is none. With `contrast`: with siblings that differ."""
+    nodes = (node for node in upward(turn)[:-1] if has_siblings(tree, node))
+    return next((node for node in nodes if not contrast or differ(tree, node.parent)), None)
 
 
 def brute_force(tree, turn, estimator, scale, batch_std):
@@ -124,10 +130,10 @@ def brute_force(tree, turn, estimator, scale, batch_std):
     if estimator == "tree_grpo":
         first = upward(turn)[-2]
         return diff(turn, first) + diff(turn, tree.root)
-    head = segment_head(tree, turn)
+    head = segment_head(tree, turn, contrast=estimator == "sibling_fallback")
     if head is None or not rewards_below(tree, turn):
         return 0.0
-    if estimator == "sibling":
+    if estimator in ("sibling", "sibling_fallback"):
         return diff(head, head.parent)
     if estimator == "treerl":
         return diff(head, tree.root) + diff(head, head.parent)
@@ -194,6 +200,16 @@ def test_right_values_of_the_other_estimators():
     for estimator, values in expected.items():
         compute_advantages([tree], estimator=estimator, scale="none")
         for name, value in values.items():
+            assert turns[name].advantage == pytest.approx(value, abs=1e-12), (estimator, name)
+
+
+def test_right_values_where_siblings_agree():
+    # a3 and c3 both fail, so that nothing tells them apart; a1, a2 and both of them are worse than b1
+    tree, turns = method_tree(c3=0.0)
+    for estimator, below in (("sibling", 0.0), ("sibling_fallback", -1 / 3)):
+        compute_advantages([tree], estimator=estimator, scale="none")
+        expected = {"a1": -1 / 3, "a2": -1 / 3, "a3": below, "c3": below, "b1": 2 / 3, "b2": 2 / 3}
+        for name, value in expected.items():
             assert turns[name].advantage == pytest.approx(value, abs=1e-12), (estimator, name)
 
 
@@ -363,7 +379,7 @@ def test_a_prompt_on_two_processes_equals_one_tree(estimator, scale, spec, data)
 
 def test_unknown_names_are_refused_with_the_options():
     tree = grow([1.0, 0.0])
-    with pytest.raises(ValueError, match="'sibling', 'leaf', 'treerl', 'treepo', 'tree_grpo'"):
+    with pytest.raises(ValueError, match="'sibling', 'sibling_fallback', 'leaf', 'treerl', 'treepo', 'tree_grpo'"):
         compute_advantages([tree], estimator="gae")
     with pytest.raises(ValueError, match="'group', 'batch', 'none'"):
         compute_advantages([tree], scale="prompt")

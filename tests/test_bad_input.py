@@ -80,7 +80,7 @@ def test_number_out_of_range(name, value, remedy):
     [
         ("root_allocation", ["active", "uniform", "pcl", "dapo"]),
         ("prefix_allocation", ["active", "uniform", "random"]),
-        ("advantage_estimator", ["sibling", "leaf", "treerl", "treepo", "tree_grpo"]),
+        ("advantage_estimator", ["sibling", "sibling_fallback", "leaf", "treerl", "treepo", "tree_grpo"]),
         ("turn_weighting", ["once", "per_leaf", "on_policy"]),
         ("value_backup", ["leaf_mean", "child_mean"]),
     ],

@@ -155,7 +155,21 @@ def sibling(tree: RolloutTree, scale: Scale) -> dict[Turn, float]:
     one segment between two branchings share one advantage.
     """
     stats = reward_statistics(tree)
-    branchings = _branchings(tree, stats)
+    return _against_siblings(tree, scale, stats, _branchings(tree, stats))
+
+
+def sibling_fallback(tree: RolloutTree, scale: Scale) -> dict[Turn, float]:
+    """[`sibling`], where siblings whose leaves all have the same reward do not count as siblings: such turns take the
+    value of their nearest ancestor turn that has siblings with another reward, not 0.
+    """
+    stats = reward_statistics(tree)
+    contrasts = {node for node in _branchings(tree, stats) if stats[node].squares > 0}
+    return _against_siblings(tree, scale, stats, contrasts)
+
+
+def _against_siblings(
+    tree: RolloutTree, scale: Scale, stats: dict[Turn, RewardStats], branchings: set[Turn]
+) -> dict[Turn, float]:
     advantages: dict[Turn, float] = {}
     for turn, parent in _turns_with_parent(tree):
         if not stats[turn].count:
@@ -245,12 +259,14 @@ Estimator = Callable[[RolloutTree, Scale], dict[Turn, float]]
 
 ESTIMATORS: dict[str, Estimator] = {
     "sibling": sibling,
+    "sibling_fallback": sibling_fallback,
     "leaf": leaf,
     "treerl": treerl,
     "treepo": treepo,
     "tree_grpo": tree_grpo,
 }
-GRPO_WITHOUT_BRANCHES = ("sibling", "leaf", "treepo", "tree_grpo")  # "treerl" counts the root twice
+# "treerl" counts the root twice
+GRPO_WITHOUT_BRANCHES = ("sibling", "sibling_fallback", "leaf", "treepo", "tree_grpo")
 
 
 def compute_advantages(

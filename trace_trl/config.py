@@ -63,7 +63,8 @@ class TRACEConfig(GRPOConfig):
         > Parameters that control the advantages
 
         advantage_estimator (`str`, *optional*, defaults to `"sibling"`):
-            One of `"sibling"` (TRACE), `"leaf"` (GRPO over a prompt's leaves), `"treerl"`, `"treepo"`, `"tree_grpo"`.
+            One of `"sibling"` (TRACE), `"sibling_fallback"` (siblings with equal rewards take the advantage of the
+            turn above them), `"leaf"` (GRPO over a prompt's leaves), `"treerl"`, `"treepo"`, `"tree_grpo"`.
         turn_weighting (`str`, *optional*, defaults to `"once"`):
             How a turn shared by several leaves counts in the loss: `"once"` (in one row only), `"per_leaf"` (in every
             row), `"on_policy"` (weighted by the chance of the path without branching).

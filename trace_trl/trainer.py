@@ -44,7 +44,7 @@ from .rewards import RewardScorer, step_reward
 from .rows import Rows, build_rows
 from .tree import RolloutTree
 from .tree_log import TreeLogger, tree_to_dict
-from .values import make_values
+from .values import AnchorValues, make_values
 
 
 class TRACETrainer(GRPOTrainer):
@@ -172,7 +172,7 @@ class TRACETrainer(GRPOTrainer):
 
         self.runner = ConcurrentRunner(args.env_max_workers, loop=self._event_loop)
         self.scorer = RewardScorer(self, args.success_threshold)
-        self.values = make_values(self, self._sync.most)
+        self.values = self._make_values()
         self.tree_logger = None
         if args.log_trees and self.accelerator.is_main_process:
             self.tree_logger = TreeLogger(
@@ -207,6 +207,10 @@ class TRACETrainer(GRPOTrainer):
     def predictor(self) -> SuccessPredictor | None:
         """The value head, or `None` where nothing uses one."""
         return None if self.predictor_trainer is None else self.predictor_trainer.predictor
+
+    def _make_values(self) -> AnchorValues | None:
+        """What predicts anchors, or `None`. A subclass may return anything with the methods of [`AnchorValues`]."""
+        return make_values(self, self._sync.most)
 
     def _fitted_pool_size(self) -> int:
         """Candidates per generation: the configured number, or what the dataset has."""
