@@ -69,7 +69,7 @@ class TRACEConfig(GRPOConfig):
             How a turn shared by several leaves counts in the loss: `"once"` (in one row only), `"per_leaf"` (in every
             row), `"on_policy"` (weighted by the chance of the path without branching).
         value_backup (`str`, *optional*, defaults to `"leaf_mean"`):
-            How outcomes are backed up into the predictor's targets: `"leaf_mean"` or `"child_mean"` (unbiased).
+            How outcomes are backed up into the predictor's targets: `"leaf_mean"` or `"child_mean"` (less biased).
 
         > Parameters that control the success predictor
 
