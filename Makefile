@@ -27,7 +27,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-demo setup-bfcl setup-distributed demo test test-distributed quality style benchmark clean
+.PHONY: help setup setup-demo setup-bfcl setup-distributed demo test test-distributed quality style benchmark \
+	compare compare-quick clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +62,14 @@ style: setup ## Fix lint and format
 
 benchmark: setup ## Measure the engine's own time
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python benchmarks/engine_overhead.py $(BENCHMARK_ARGS)
+
+compare: setup ## Train all methods in both worlds at equal cost, 1 to 2 hours on two cores
+	$(BIN)/python benchmarks/equal_cost.py --out runs/equal_cost $(BENCHMARK_ARGS)
+	$(BIN)/python benchmarks/report.py runs/equal_cost --page runs/equal_cost/results.md --plots runs/equal_cost/plots
+
+compare-quick: setup ## The same, two methods and half the budget
+	$(BIN)/python benchmarks/equal_cost.py --out runs/quick --suite quick $(BENCHMARK_ARGS)
+	$(BIN)/python benchmarks/report.py runs/quick --page runs/quick/results.md --plots runs/quick/plots
 
 clean: ## Remove build results and caches; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -116,7 +116,7 @@ def differ(tree, node):
 
 
 def segment_head(tree, turn, contrast=False):
-    """Nearest ancestor-or-self turn with siblings, `None` if there is none. With `contrast`: with siblings that differ."""
+    """Nearest ancestor-or-self turn with siblings (with `contrast`: that differ), `None` if there is none."""
     nodes = (node for node in upward(turn)[:-1] if has_siblings(tree, node))
     return next((node for node in nodes if not contrast or differ(tree, node.parent)), None)
 

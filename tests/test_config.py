@@ -222,6 +222,7 @@ COMMAND_LINE = {
     "predictor_hidden_size": 0,
     "predictor_learning_rate": 0.01,
     "predictor_weight_decay": 0.0,
+    "predictor_certainty": True,
     "predictor_passes": 2,
     "predictor_batch_size": 32,
     "predictor_buffer_size": 100,

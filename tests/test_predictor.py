@@ -424,7 +424,7 @@ def test_targets_are_the_backed_up_success_rates_of_all_visited_anchors(tmp_path
         for anchor in tree.anchors():
             outcomes = [leaf.leaf.reward >= 0.5 for leaf in anchor.leaves()]
             rates.append(sum(outcomes) / len(outcomes))
-    assert sorted(trainer.predictor_trainer.buffer.targets.tolist()) == pytest.approx(sorted(rates))
+    assert sorted(trainer.predictor_trainer.buffer.targets[:, 0].tolist()) == pytest.approx(sorted(rates))
     assert any(anchor.depth == 2 for tree in trees for anchor in tree.anchors())
 
 
@@ -441,7 +441,7 @@ def test_an_anchor_without_a_scored_leaf_teaches_nothing(tmp_path):
     trainer._roll_out_training([dict(row) for row in rows(False)[: trainer._pool_size]])
     scored = [tree for tree in trees if tree.prompt != unscored[0]]
     assert 0 < len(scored) < len(trees)
-    assert trainer.predictor_trainer.buffer.targets.tolist() == [1.0] * len(scored)
+    assert trainer.predictor_trainer.buffer.targets[:, 0].tolist() == [1.0] * len(scored)
 
 
 def test_logged_scores_are_of_values_given_before_the_outcomes(tmp_path):

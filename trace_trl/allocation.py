@@ -10,10 +10,20 @@ prompts whose rollouts show both outcomes, and of prefixes where a continuation 
 functions on numbers: the same arguments give the same counts on every process. This module knows nothing of torch,
 TRL or trees.
 
+A value may come with a certainty, the share `E[V(1 - V)] / (v(1 - v))` of the outcomes' variance that is left once the
+true value `V` is known: 1 where `v` is exactly `V`, 0 where the outcome is settled and nobody knows how. A prompt of
+value 0.5 is worth most if its outcomes are mixed, and nothing if it is either solved or hopeless. `V` is then taken
+to be Beta distributed, with mean `v` and that variance:
+
+    V ~ Beta(s v, s (1 - v)),   s = certainty / (1 - certainty)
+
+and both objectives are expected over it, in stage 2 after one draw, the factual outcome. A certainty of 1 gives the
+paper's formulas.
+
 `ROOT_ALLOCATORS` and `PREFIX_ALLOCATORS` hold the choices by name, each kind with one signature:
 
-    counts = ROOT_ALLOCATORS[name](values, budget=..., max_per_root=..., group_size=..., seed=...)
-    counts = PREFIX_ALLOCATORS[name](values, successes, budget=..., seed=...)
+    counts = ROOT_ALLOCATORS[name](values, budget=..., max_per_root=..., group_size=..., seed=..., certainties=...)
+    counts = PREFIX_ALLOCATORS[name](values, successes, budget=..., seed=..., certainties=...)
 """
 
 from __future__ import annotations
@@ -30,6 +40,8 @@ Seed: TypeAlias = "int | np.random.Generator | None"
 
 # Marginals closer than this, relative to their size, are ties: 0.3 and 0.7 differ in the last bits of v(1 - v).
 TIE_TOLERANCE = 1e-12
+# Where a certainty counts as 1, and where as the least: the Beta distribution's parameters stay between 1e-6 and 1e3
+SURE, UNSURE = 0.999, 1e-6
 
 
 def root_utility(value: npt.ArrayLike, count: npt.ArrayLike) -> np.ndarray:
@@ -79,7 +91,13 @@ def utility_prefixes(values: npt.ArrayLike, successes: npt.ArrayLike, counts: np
     return float(prefix_utility(r * v + (1 - r) * (1 - v), counts).sum())
 
 
-def allocate_roots(values: npt.ArrayLike, budget: int, max_per_root: int, seed: Seed = None) -> np.ndarray:
+def allocate_roots(
+    values: npt.ArrayLike,
+    budget: int,
+    max_per_root: int,
+    seed: Seed = None,
+    certainties: npt.ArrayLike | None = None,
+) -> np.ndarray:
     """Stage 1 of TRACE (arXiv 2606.11119), solved exactly: bare rollouts for every prompt of the candidate pool.
 
         maximise  sum_i U_root(v_i, m_i)   subject to  sum_i m_i = budget,  m_i in {0} or [2, max_per_root]
@@ -92,13 +110,15 @@ def allocate_roots(values: npt.ArrayLike, budget: int, max_per_root: int, seed: 
         budget (`int`): bare rollouts to spend, all of them.
         max_per_root (`int`): most rollouts one prompt may get.
         seed (`int`, `np.random.Generator` or `None`): order among ties; `None` takes them in pool order.
+        certainties (array-like of `float`, shape `(prompts,)`, *optional*): how exactly the values are known, in
+            [0, 1]; see above. `None` is 1 for all.
 
     Returns:
         `np.ndarray` of `int64`, shape `(prompts,)`.
 
     Raises:
-        ValueError: if a value is not in [0, 1], or if no allocation spends exactly `budget`: a budget that is
-            negative, 1, above `prompts * max_per_root`, or odd with `max_per_root=2`; `max_per_root` below 2.
+        ValueError: if a value or certainty is not in [0, 1], or if no allocation spends exactly `budget`: a budget
+            that is negative, 1, above `prompts * max_per_root`, or odd with `max_per_root=2`; `max_per_root` below 2.
 
     Cost: `O((prompts + budget) log(max_per_root))`.
     """
@@ -115,13 +135,18 @@ def allocate_roots(values: npt.ArrayLike, budget: int, max_per_root: int, seed: 
     # prompt at t with two. Entering a prompt below t, which takes two units, would also need one above t to be left,
     # so it is never better. The cheaper of the two repairs is the optimum.
     v = _check_values(values)
+    s = _strengths(certainties, v.size)
     budget = _check_budget(budget, "rollout budget")
     _check_root_budget(v.size, budget, max_per_root)
     counts = np.zeros(v.size, dtype=np.int64)
     if budget == 0:
         return counts
     rank = _tie_ranks(v.size, seed)
-    level = _Level(lambda owners, units: _root_marginals(v[owners], units), v.size, budget, max_per_root)
+
+    def marginals(owners: np.ndarray, units: np.ndarray) -> np.ndarray:
+        return _root_marginals(v[owners], units) if s is None else _beta_root_marginals(v[owners], s[owners], units)
+
+    level = _Level(marginals, v.size, budget, max_per_root)
 
     counts, room, left = level.counts, level.room, budget - int(level.counts.sum())
     open_prompts = np.flatnonzero((counts == 0) & (room > 0))
@@ -135,8 +160,8 @@ def allocate_roots(values: npt.ArrayLike, budget: int, max_per_root: int, seed: 
         return _raise_lowest(counts, room, left, rank)
 
     active = np.flatnonzero(counts)
-    lasts = _root_marginals(v[active], counts[active])
-    nexts = np.where(counts[active] < max_per_root, _root_marginals(v[active], counts[active] + 1), -np.inf)
+    lasts = marginals(active, counts[active])
+    nexts = np.where(counts[active] < max_per_root, marginals(active, counts[active] + 1), -np.inf)
     loss_of_entering = lasts.min() - level.threshold
     loss_of_adding = level.threshold - nexts.max()
     if loss_of_entering <= loss_of_adding + TIE_TOLERANCE * level.threshold:
@@ -149,7 +174,13 @@ def allocate_roots(values: npt.ArrayLike, budget: int, max_per_root: int, seed: 
     return counts
 
 
-def allocate_prefixes(values: npt.ArrayLike, successes: npt.ArrayLike, budget: int, seed: Seed = None) -> np.ndarray:
+def allocate_prefixes(
+    values: npt.ArrayLike,
+    successes: npt.ArrayLike,
+    budget: int,
+    seed: Seed = None,
+    certainties: npt.ArrayLike | None = None,
+) -> np.ndarray:
     """Stage 2 of TRACE (arXiv 2606.11119), solved exactly: continuations for every prefix of one prompt's rollouts.
 
         q = r v + (1 - r)(1 - v)
@@ -164,13 +195,15 @@ def allocate_prefixes(values: npt.ArrayLike, successes: npt.ArrayLike, budget: i
             prefix belongs to.
         budget (`int`): continuations to spend, all of them.
         seed (`int`, `np.random.Generator` or `None`): order among ties; `None` takes them in the order given.
+        certainties (array-like of `float`, shape `(prefixes,)`, *optional*): how exactly the values are known, in
+            [0, 1]; see above. `None` is 1 for all.
 
     Returns:
         `np.ndarray` of `int64`, shape `(prefixes,)`.
 
     Raises:
-        ValueError: if a value is not in [0, 1], a success neither 0 nor 1, the lengths differ, `budget` is negative,
-            or `budget` is positive and there is no prefix.
+        ValueError: if a value or certainty is not in [0, 1], a success neither 0 nor 1, the lengths differ, `budget`
+            is negative, or `budget` is positive and there is no prefix.
 
     Cost: `O((prefixes + budget) log(budget))`.
     """
@@ -180,10 +213,16 @@ def allocate_prefixes(values: npt.ArrayLike, successes: npt.ArrayLike, budget: i
     _check_prefix_budget(v.size, budget)
     if budget == 0:
         return np.zeros(v.size, dtype=np.int64)
+    s = _strengths(certainties, v.size)
     repeat, flip = np.where(r, v, 1.0 - v), np.where(r, 1.0 - v, v)
-    level = _Level(
-        lambda owners, units: flip[owners] * repeat[owners] ** (units - 1), v.size, budget, max_per_owner=budget
-    )
+
+    def marginals(owners: np.ndarray, units: np.ndarray) -> np.ndarray:
+        if s is None:
+            return flip[owners] * repeat[owners] ** (units - 1)
+        # The factual outcome is one draw: the chance of repeating it is Beta(s q + 1, s (1 - q)) now
+        return _beta_moment(s[owners] * repeat[owners] + 1.0, s[owners] * flip[owners], units - 1)
+
+    level = _Level(marginals, v.size, budget, max_per_owner=budget)
     return _raise_lowest(level.counts, level.room, budget - int(level.counts.sum()), _tie_ranks(v.size, seed))
 
 
@@ -284,27 +323,27 @@ def random_prefixes(count: int, budget: int, seed: Seed = None) -> np.ndarray:
     return np.bincount(np.random.default_rng(seed).integers(count, size=budget), minlength=count).astype(np.int64)
 
 
-def _active_roots(values, *, budget, max_per_root, group_size, seed=None):
-    return allocate_roots(values, budget, max_per_root, seed)
+def _active_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None):
+    return allocate_roots(values, budget, max_per_root, seed, certainties)
 
 
-def _uniform_roots(values, *, budget, max_per_root, group_size, seed=None):
+def _uniform_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None):
     return uniform_roots(len(values), budget, max_per_root, group_size)
 
 
-def _pcl_roots(values, *, budget, max_per_root, group_size, seed=None):
+def _pcl_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None):
     return pcl_roots(values, budget, max_per_root, group_size, seed)
 
 
-def _active_prefixes(values, successes, *, budget, seed=None):
-    return allocate_prefixes(values, successes, budget, seed)
+def _active_prefixes(values, successes, *, budget, seed=None, certainties=None):
+    return allocate_prefixes(values, successes, budget, seed, certainties)
 
 
-def _uniform_prefixes(values, successes, *, budget, seed=None):
+def _uniform_prefixes(values, successes, *, budget, seed=None, certainties=None):
     return uniform_prefixes(len(values), budget, seed)
 
 
-def _random_prefixes(values, successes, *, budget, seed=None):
+def _random_prefixes(values, successes, *, budget, seed=None, certainties=None):
     return random_prefixes(len(values), budget, seed)
 
 
@@ -326,6 +365,40 @@ def _root_marginals(v: np.ndarray, units: np.ndarray) -> np.ndarray:
     exponents = np.maximum(units - 2, 1)
     tail = np.where(units <= 3, 1.0, v**exponents + (1.0 - v) ** exponents)
     return v * (1.0 - v) * tail
+
+
+def _beta_root_marginals(v: np.ndarray, s: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """[`_root_marginals`], expected over `V ~ Beta(s v, s (1 - v))`: the first three units are worth `E[V(1 - V)]`."""
+    exponents = np.maximum(units - 1, 2)
+    a, b = s * v, s * (1.0 - v)
+    tail = _beta_moment(a, b, exponents) + _beta_moment(b, a, exponents)
+    return np.where(units <= 3, v * (1.0 - v) * s / (s + 1.0), tail)
+
+
+def _beta_moment(a: np.ndarray, b: np.ndarray, power: np.ndarray) -> np.ndarray:
+    """`E[X^power (1 - X)]` for `X ~ Beta(a, b)`."""
+    # The first factors by themselves, which are 0 where `a` or `b` is
+    first = np.where(power > 0, a, 1.0) * b / (a + b)
+    rest = np.exp(
+        _log_gamma(a + np.maximum(power, 1))
+        - _log_gamma(a + 1.0)
+        - _log_gamma(a + b + 1.0 + power)
+        + _log_gamma(a + b + 1.0)
+    )
+    return first * rest
+
+
+def _log_gamma(x: np.ndarray) -> np.ndarray:
+    """`log(Gamma(x))` for `x >= 1`, by Stirling's series above 9 and the recurrence below."""
+    x = np.asarray(x, dtype=np.float64)
+    factor = np.ones_like(x)
+    for _ in range(9):
+        low = x < 9.0
+        factor = np.where(low, factor * x, factor)
+        x = np.where(low, x + 1.0, x)
+    y = 1.0 / (x * x)
+    series = (1 / 12 - y * (1 / 360 - y * (1 / 1260 - y * (1 / 1680 - y * (1 / 1188 - y * 691 / 360360))))) / x
+    return (x - 0.5) * np.log(x) - x + 0.5 * np.log(2 * np.pi) + series - np.log(factor)
 
 
 class _Level:
@@ -399,6 +472,19 @@ def _check_values(values: npt.ArrayLike) -> np.ndarray:
             f"Value {v[wrong][0]} at position {int(np.argmax(wrong))} is no chance of success: pass values in [0, 1]."
         )
     return v
+
+
+def _strengths(certainties: npt.ArrayLike | None, count: int) -> np.ndarray | None:
+    """Sums `s` of the Beta distributions' parameters; `None` where every value counts as known."""
+    if certainties is None:
+        return None
+    c = np.asarray(certainties, dtype=np.float64)
+    if c.shape != (count,):
+        raise ValueError(f"Certainties have shape {c.shape} for {count} values: pass one per value.")
+    if not ((c >= 0) & (c <= 1)).all():
+        raise ValueError("A certainty is not in [0, 1]: pass the share of the outcomes' variance that is left.")
+    c = np.clip(c, UNSURE, SURE)
+    return None if (c == SURE).all() else c / (1.0 - c)
 
 
 def _check_successes(successes: npt.ArrayLike, count: int) -> np.ndarray:

@@ -75,17 +75,21 @@ class TRACEConfig(GRPOConfig):
 
         train_predictor (`bool`, *optional*):
             Whether the value head is trained. If `None`, it is trained when an allocation uses it.
+        predictor_certainty (`bool`, *optional*, defaults to `False`):
+            Whether the predictor also says how exactly it knows a value, and budgets are spent accordingly: less on
+            prompts and prefixes that are either solved or hopeless. Else every value is taken for exact, as in the
+            paper.
         predictor_hidden_size (`int`, *optional*, defaults to `256`):
             Width of the value head's hidden layer. `0` makes the head linear.
         predictor_learning_rate (`float`, *optional*, defaults to `1e-3`):
             Learning rate of the value head's own AdamW.
         predictor_weight_decay (`float`, *optional*, defaults to `0.01`):
             Weight decay of the value head's own AdamW.
-        predictor_passes (`int`, *optional*, defaults to `4`):
+        predictor_passes (`int`, *optional*, defaults to `32`):
             Mini-batches the value head is trained on at every optimizer step.
         predictor_batch_size (`int`, *optional*, defaults to `256`):
             Anchors in one of these mini-batches, over all processes.
-        predictor_buffer_size (`int`, *optional*, defaults to `4096`):
+        predictor_buffer_size (`int`, *optional*, defaults to `1024`):
             Anchors kept for training, over all processes: those of the last generation, then the most recent earlier
             ones.
 
@@ -173,6 +177,12 @@ class TRACEConfig(GRPOConfig):
         default=None,
         metadata={"help": "Whether the value head is trained. If `None`, it is trained when an allocation uses it."},
     )
+    predictor_certainty: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the predictor also says how exactly it knows a value, and budgets are spent accordingly."
+        },
+    )
     predictor_hidden_size: int = field(
         default=256,
         metadata={"help": "Width of the value head's hidden layer. 0 makes the head linear."},
@@ -186,7 +196,7 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Weight decay of the value head's own AdamW."},
     )
     predictor_passes: int = field(
-        default=4,
+        default=32,
         metadata={"help": "Mini-batches the value head is trained on at every optimizer step."},
     )
     predictor_batch_size: int = field(
@@ -194,7 +204,7 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Anchors in one mini-batch of the value head, over all processes."},
     )
     predictor_buffer_size: int = field(
-        default=4096,
+        default=1024,
         metadata={"help": "Anchors kept for training the value head, over all processes."},
     )
 

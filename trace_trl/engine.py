@@ -677,7 +677,11 @@ class _Run:
             return []
         values = [0.5 if prefix.value is None else prefix.value for prefix, _ in eligible]
         counts = PREFIX_ALLOCATORS[self.engine.prefix_allocation](
-            values, [success for _, success in eligible], budget=count, seed=int(self.random.integers(2**31))
+            values,
+            [success for _, success in eligible],
+            budget=count,
+            seed=int(self.random.integers(2**31)),
+            certainties=[1.0 if prefix.certainty is None else prefix.certainty for prefix, _ in eligible],
         )
         return [prefix for (prefix, _), repeats in zip(eligible, counts, strict=True) for _ in range(repeats)]
 

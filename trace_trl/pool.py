@@ -23,12 +23,14 @@ from .tree import RolloutTree
 
 @dataclass
 class Candidate:
-    """One prompt of the pool: its row, the prompt as its environment's reset left it, and the predicted `v(x_i)`."""
+    """One prompt of the pool: its row, the prompt as its environment's reset left it, the predicted `v(x_i)`, and how
+    exactly that is known."""
 
     example: dict[str, Any]
     prompt: Any
     prompt_ids: list[int]
     value: float | None = None
+    certainty: float | None = None
 
 
 class PoolSampler(RepeatSampler):
@@ -79,6 +81,7 @@ def allocate(pool: list[Candidate], args: Any, seed: int, parts: int = 1) -> lis
     # DAPO starts out uniform; what it resamples depends on outcomes
     name = "uniform" if args.root_allocation == "dapo" else args.root_allocation
     values = [0.5 if candidate.value is None else candidate.value for candidate in pool]
+    sure = [1.0 if candidate.certainty is None else candidate.certainty for candidate in pool]
     size = len(values) // parts
     return [
         int(count)
@@ -89,6 +92,7 @@ def allocate(pool: list[Candidate], args: Any, seed: int, parts: int = 1) -> lis
             max_per_root=args.max_rollouts_per_root,
             group_size=args.rollouts_per_group,
             seed=seed + part,
+            certainties=sure[part * size : (part + 1) * size],
         )
     ]
 
@@ -145,7 +149,7 @@ def make_plans(
             tree = RolloutTree.from_prompt(
                 candidate.prompt, candidate.prompt_ids, candidate.example, index=index, budget=budget
             )
-            tree.root.value = candidate.value
+            tree.root.value, tree.root.certainty = candidate.value, candidate.certainty
             plan = RootPlan(tree, episodes.pop(index), bare, bare * continuations)
             (plans if bare else reserves).append(plan)
     for episode in episodes.values():

@@ -11,6 +11,7 @@ advantage.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ HEAD_CONFIG = "value_head_config.json"
 
 class SuccessPredictor(nn.Module):
     """
-    Maps hidden states to success probabilities. Untrained, it says exactly 0.5 everywhere.
+    Maps hidden states to success probabilities, and to how exactly it knows them (`allocation.py`: certainties).
+    Untrained, it says exactly 0.5 everywhere.
 
     Args:
         input_size (`int`): size of the policy's hidden states.
@@ -53,16 +55,23 @@ class SuccessPredictor(nn.Module):
             # Scales of hidden states differ by orders of magnitude between models
             self.norm = nn.LayerNorm(input_size, device="cpu")
             self.hidden = nn.Linear(input_size, hidden_size, device="cpu") if hidden_size else nn.Identity()
-            self.output = nn.Linear(hidden_size or input_size, 1, device="cpu")
+            # The logits of value and certainty
+            self.output = nn.Linear(hidden_size or input_size, 2, device="cpu")
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Success probabilities of shape `(...)` for hidden states of shape `(..., input_size)`, in float32."""
+        return self.beliefs(hidden_states)[0]
+
+    def beliefs(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Success probabilities `v` and certainties `c`, each of shape `(...)` and in [0, 1], such that `c v (1 - v)`
+        is the expected `V (1 - V)`."""
         x = self.norm(hidden_states.float())
         if self.hidden_size:
             x = nn.functional.gelu(self.hidden(x))
-        return torch.sigmoid(self.output(x)).squeeze(-1)
+        values, certainties = torch.sigmoid(self.output(x)).unbind(-1)
+        return values, certainties
 
     def save_pretrained(self, directory: str) -> None:
         """Writes `value_head.safetensors` and `value_head_config.json`."""
@@ -151,7 +160,7 @@ class AnchorBuffer:
         return len(self.targets)
 
     def extend(self, features: torch.Tensor, targets: torch.Tensor) -> None:
-        """Adds anchors; `features` of shape `(n, hidden)`, `targets` of shape `(n,)`. The oldest fall out."""
+        """Adds anchors; `features` of shape `(n, hidden)`, `targets` of shape `(n, 2)`. The oldest fall out."""
         if len(self.targets):
             features = torch.cat([self.features, features])
             targets = torch.cat([self.targets, targets])
@@ -173,6 +182,7 @@ class PredictorTrainer:
         buffer_size (`int`): anchors kept.
         seed (`int`): seed of the mini-batches' own random generator.
         reduce (`Callable`, *optional*): averages a gradient over processes.
+        certainty (`bool`): whether certainties are trained as well.
     """
 
     def __init__(
@@ -180,13 +190,15 @@ class PredictorTrainer:
         predictor: SuccessPredictor,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.01,
-        passes: int = 4,
+        passes: int = 32,
         batch_size: int = 256,
-        buffer_size: int = 4096,
+        buffer_size: int = 1024,
         seed: int = 0,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        certainty: bool = False,
     ):
         self.predictor = predictor
+        self.certainty = certainty
         self.optimizer = torch.optim.AdamW(predictor.parameters(), lr=learning_rate, weight_decay=weight_decay)
         self.passes = passes
         self.batch_size = batch_size
@@ -194,10 +206,20 @@ class PredictorTrainer:
         self.random = torch.Generator().manual_seed(seed)
         self.reduce = reduce
 
-    def observe(self, features: torch.Tensor, targets: Sequence[float]) -> None:
-        """Adds anchors: `features` of shape `(n, hidden)`, one target in [0, 1] each."""
+    def observe(
+        self, features: torch.Tensor, targets: Sequence[float], variances: Sequence[float | None] | None = None
+    ) -> None:
+        """Adds anchors.
+
+        Args:
+            features (`torch.Tensor` of shape `(n, hidden)`): their hidden states.
+            targets (`Sequence[float]`): their backed-up success rates.
+            variances (`Sequence[float | None]`, *optional*): estimates of their `V (1 - V)`, where there is one.
+        """
         if len(targets):
-            self.buffer.extend(features.float().cpu(), torch.tensor(targets, dtype=torch.float32))
+            known = [math.nan if variance is None else variance for variance in variances or [None] * len(targets)]
+            pairs = torch.tensor([list(targets), known], dtype=torch.float32).T
+            self.buffer.extend(features.float().cpu(), pairs)
 
     def update(self) -> float | None:
         """A few steps on random mini-batches of the buffer. Returns the mean loss, `None` without anchors."""
@@ -222,8 +244,18 @@ class PredictorTrainer:
             return sum(parameter.sum() * 0.0 for parameter in self.predictor.parameters())  # type: ignore[return-value]
         count = min(self.batch_size, len(self.buffer))
         chosen = torch.randperm(len(self.buffer), generator=self.random)[:count]
-        values = self.predictor(self.buffer.features[chosen].to(device))
-        return nn.functional.mse_loss(values, self.buffer.targets[chosen].to(device))
+        states = self.buffer.features[chosen].to(device)
+        targets, variances = self.buffer.targets[chosen].to(device).unbind(-1)
+        if not self.certainty:
+            return nn.functional.mse_loss(self.predictor(states), targets)
+        values, certainties = self.predictor.beliefs(states)
+        loss = nn.functional.mse_loss(values, targets)
+        known = ~variances.isnan()
+        if known.any():
+            # Values learn from success rates only
+            fixed = values.detach()[known]
+            loss = loss + nn.functional.mse_loss(certainties[known] * fixed * (1 - fixed), variances[known])
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Everything `update` depends on, beside the head's own weights."""

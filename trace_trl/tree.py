@@ -81,8 +81,11 @@ class Turn:
         parent (`Turn` or `None`): `None` for the root.
         depth (`int`): 0 for the root, `t` for the t-th turn.
         value (`float` or `None`): predictor's `v(H_t)` at the moment it was used for allocation.
+        certainty (`float` or `None`): how exactly the predictor knows that value, see `allocation.py`.
         target (`float` or `None`): backed-up success rate, see [`RolloutTree.backup`]; `None` where nothing below is
             scored.
+        target_variance (`float` or `None`): estimate of `V(1 - V)`, see [`RolloutTree.backup`]; `None` where fewer
+            than two children have a target.
         advantage (`float`): the turn's advantage; every sampled token of the turn carries it.
         leaf (`Leaf` or `None`): set when the episode ended with this turn.
     """
@@ -96,7 +99,9 @@ class Turn:
     messages: list[dict[str, Any]] = field(default_factory=list)
     children: list[Turn] = field(default_factory=list)
     value: float | None = None
+    certainty: float | None = None
     target: float | None = None
+    target_variance: float | None = None
     advantage: float = 0.0
     leaf: Leaf | None = None
     history_length: int = 0  # tokens from the root to here, prompt and observation included
@@ -243,6 +248,10 @@ class RolloutTree:
         `child_mean`: every child has the same weight, however many leaves were put below it after the factual outcomes
         were seen. Unscored leaves count for neither. A leaf's own target is its outcome, 0.0 or 1.0.
 
+        Also writes `target_variance`, by the pairs of children: each is a draw of its own from the policy at `y`, so
+        for `i != j` the mean of `V^(c_i) (1 - V^(c_j))` is an estimate of `V(1 - V)`, where `V^(y) (1 - V^(y))` is too
+        small.
+
         Raises:
             ValueError: if `mode` is not one of `BACKUPS`.
         """
@@ -268,6 +277,16 @@ class RolloutTree:
                 turn.target = sum(target * count for target, count in children) / counts[turn]
             else:
                 turn.target = sum(target for target, _ in children) / len(children)
+            turn.target_variance = _variance_by_pairs([target for target, _ in children])
+
+
+def _variance_by_pairs(values: Sequence[float]) -> float | None:
+    """Mean of `v_i (1 - v_j)` over all `i != j`, `None` for fewer than two values."""
+    count = len(values)
+    if count < 2:
+        return None
+    pairs = sum(values) * (count - sum(values)) - sum(value * (1 - value) for value in values)
+    return max(pairs, 0.0) / (count * (count - 1))
 
 
 def copy_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

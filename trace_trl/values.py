@@ -36,8 +36,8 @@ class AnchorValues:
         sequences = [candidate.prompt_ids for candidate in candidates]
         read = self.hidden_states.read(sequences, [[len(ids) - 1] for ids in sequences])
         self._root_features = [states[0] for states in read]
-        for candidate, value in zip(candidates, self._values(self._root_features), strict=True):
-            candidate.value = value
+        for candidate, belief in zip(candidates, self._beliefs(self._root_features), strict=True):
+            candidate.value, candidate.certainty = belief
 
     def plant(self, trees: Sequence[RolloutTree], offset: int) -> None:
         """Hands the hidden states of this process's candidates on to the trees grown from them.
@@ -68,9 +68,10 @@ class AnchorValues:
             for nodes, states in zip(paths, read, strict=True)
             for node, state in zip(nodes, states, strict=True)
         }
-        for node, value in zip(features, self._values(list(features.values())), strict=True):
+        for node, belief in zip(features, self._beliefs(list(features.values())), strict=True):
             # A root was given its value before it was allocated, perhaps on another process
-            node.value = value if node.value is None else node.value
+            if node.value is None:
+                node.value, node.certainty = belief
         self._features.update(features)
 
     def learn(self, trees: Sequence[RolloutTree]) -> None:
@@ -79,20 +80,25 @@ class AnchorValues:
         anchors = [anchor for tree in trees for anchor in tree.anchors() if anchor.target is not None]
         if anchors:
             features = torch.stack([self._features[anchor] for anchor in anchors])
-            self.predictor_trainer.observe(features, [anchor.target for anchor in anchors])  # type: ignore[misc]
+            targets = [anchor.target for anchor in anchors if anchor.target is not None]
+            self.predictor_trainer.observe(features, targets, [anchor.target_variance for anchor in anchors])
 
     def forget(self) -> None:
         """Drops the hidden states of the last generation."""
         self._features = {}
         self._root_features = []
 
-    def _values(self, features: list[torch.Tensor]) -> list[float]:
+    def _beliefs(self, features: list[torch.Tensor]) -> list[tuple[float, float | None]]:
         if not features:
             return []
         predictor: Any = self.predictor_trainer.predictor
         device = next(predictor.parameters()).device
+        states = torch.stack(features).to(device)
         with torch.no_grad():
-            return predictor(torch.stack(features).to(device)).tolist()
+            if not self.predictor_trainer.certainty:
+                return [(value, None) for value in predictor(states).tolist()]
+            values, certainties = predictor.beliefs(states)
+        return list(zip(values.tolist(), certainties.tolist(), strict=True))
 
 
 def anchors_above(leaf: Turn) -> list[Turn]:
@@ -128,6 +134,7 @@ def make_values(trainer: Any, most: Callable[[int], int]) -> AnchorValues | None
         buffer_size=-(-args.predictor_buffer_size // accelerator.num_processes),
         seed=args.seed + accelerator.process_index,
         reduce=(lambda gradient: accelerator.reduce(gradient, "mean")) if several else None,
+        certainty=args.predictor_certainty,
     )
     hidden_states = HiddenStates(
         get_model=lambda: trainer.model,

@@ -1,0 +1,224 @@
+"""The worlds of the benchmark, their policies, and runs in them."""
+
+import dataclasses
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import equal_cost  # noqa: E402
+from worlds import WORLDS  # noqa: E402
+from worlds.policy import RightPaths, load, make_tokenizer, success_chances  # noqa: E402
+from worlds.training import ExactValues, branching_depths, train  # noqa: E402
+
+from trace_trl.tree import Leaf, RolloutTree  # noqa: E402
+
+
+@pytest.fixture(params=sorted(WORLDS))
+def world(request):
+    return WORLDS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def policies():
+    return {name: load(make()) for name, make in WORLDS.items()}
+
+
+def test_right_turns_succeed_and_any_wrong_one_fails(world):
+    draw = random.Random(0)
+    for row in world.rows(300, "right turns"):
+        turns = world.right_turns(row)
+        observations, reward = world.play(row, turns)
+        assert reward == 1.0 and len(observations) == len(turns)
+        wrong = list(turns)
+        place = draw.randrange(len(turns))
+        words = [word for word in world.words if word[0] == turns[place].split()[-1][0]]
+        wrong[place] = " ".join([*turns[place].split()[:-1], draw.choice([w for w in words if w not in turns[place]])])
+        if world.name == "hops" and place < len(turns) - 1:
+            # The answer is right all the same if it is known by heart: what a wrong search spoils is the way to it
+            wrong = wrong[: place + 1] + ["search[ n00"] * len(turns)
+        assert world.play(row, wrong)[1] == 0.0, (row, wrong)
+
+
+def test_nonsense_ends_a_hops_episode_after_its_searches():
+    world = WORLDS["hops"]()
+    row = next(row for row in world.rows(50, "nonsense") if len(row["relations"]) == 2)
+    observations, reward = world.play(row, ["of of", "search[ boss", "]", "answer["])
+    assert observations == ["nothing", "nothing", ""] and reward == 0.0
+
+
+def test_rows_are_reproducible_and_of_every_level(world):
+    rows = world.rows(400, "a")
+    assert rows == type(world)().rows(500, "a")[:400] and rows != world.rows(400, "b")
+    levels = {world.level(row) for row in rows}
+    assert levels == ({2, 3, 4, 5, 6, 7} if world.name == "chain" else {1, 2, 3, 4})
+    # Rows go through `datasets` and come back the same
+    assert all(json.loads(json.dumps(row)) == row for row in rows[:5])
+
+
+def test_demonstrations_are_as_often_right_as_the_demonstrator_knows():
+    world = WORLDS["chain"]()
+    draw = random.Random(1)
+    easiest, hardest = world.symbols[-1], world.symbols[0]
+    for symbol, known in ((easiest, 0.95), (hardest, 0.05)):
+        row = {"prompt": "", "symbols": [symbol]}
+        right = sum(world.demonstration(row, draw) == world.right_turns(row) for _ in range(4000)) / 4000
+        # One in five mistakes is a guess, which is right by chance once in 24
+        assert right == pytest.approx(known + (1 - known) * 0.2 / 24, abs=0.03)
+
+
+def test_text_is_cut_into_the_worlds_words(world):
+    tokenizer = make_tokenizer(world)
+    for row in world.rows(50, "text"):
+        ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == row["prompt"]
+        turn = tokenizer(f"{world.right_turns(row)[0]} {world.end}")["input_ids"]
+        assert len(turn) == world.turn_tokens and turn[-1] == tokenizer.eos_token_id
+    longest = max(len(RightPaths(world, tokenizer)(row)[0]) for row in world.rows(300, "text"))
+    prompt = max(len(row["prompt"].split()) for row in world.rows(300, "text"))
+    assert longest <= prompt + world.completion_tokens
+
+
+def test_warm_started_policies_differ_in_what_they_know(world, policies):
+    """What the comparison rests on: success from near 0 to near 1, and a few megabytes at most."""
+    model, tokenizer = policies[world.name]
+    rows = world.rows(300, "warm start")
+    chances = [row[0] for row in success_chances(model, RightPaths(world, tokenizer), rows)]
+    assert 0.1 < sum(chances) / len(chances) < 0.3
+    assert min(chances) < 0.01 and max(chances) > 0.6
+    assert 100_000 < model.num_parameters() < 1_000_000
+    assert sum(file.stat().st_size for file in world.warm_start.iterdir()) < 3_000_000
+
+
+def test_success_chances_against_products_of_next_token_chances(world, policies):
+    model, tokenizer = policies[world.name]
+    rows = world.rows(12, "chances")
+    paths = RightPaths(world, tokenizer)
+    for row, chances in zip(rows, success_chances(model, paths, rows), strict=True):
+        ids, turns = tokenizer(row["prompt"])["input_ids"], world.right_turns(row)
+        observations, _ = world.play(row, turns)
+        steps = []
+        for turn, observation in zip(turns, observations, strict=True):
+            chance = 1.0
+            for token in tokenizer(f"{turn} {world.end}")["input_ids"]:
+                with torch.no_grad():
+                    chance *= float(torch.softmax(model(torch.tensor([ids])).logits[0, -1], dim=-1)[token])
+                ids = [*ids, token]
+            ids = ids + tokenizer(observation)["input_ids"]
+            steps.append(chance)
+        assert chances == pytest.approx([math.prod(steps[depth:]) for depth in range(len(steps))], rel=1e-3)
+
+
+def test_exact_values_are_0_behind_a_wrong_turn(policies):
+    world = WORLDS["chain"]()
+    model, tokenizer = policies["chain"]
+    paths = RightPaths(world, tokenizer)
+    row = next(row for row in world.rows(50, "values") if len(row["symbols"]) == 3)
+    ids, ends, turn_ends = paths(row)
+    tree = RolloutTree.from_prompt(row["prompt"], ids[: ends[0]], row, index=0, budget=2)
+    wrong_id = next(i for i in tokenizer("a00 a01")["input_ids"] if i != ids[ends[0]])
+
+    def grow(first):
+        node = tree.root
+        for depth, turn in enumerate([first, ids[ends[1] : turn_ends[1]], ids[ends[2] : turn_ends[2]]]):
+            observed = ids[turn_ends[depth] : ends[depth + 1]] if depth < 2 else []
+            node = tree.add_turn(node, list(turn), observation_ids=observed)
+        node.leaf = Leaf()
+        return node
+
+    right = grow(ids[ends[0] : turn_ends[0]])
+    wrong = grow([wrong_id, tokenizer.eos_token_id])
+    values = ExactValues(paths)
+    values.model = model
+    values.plant([tree], 0)
+    values.predict_prefixes([right, wrong])
+    ((_, after_one, after_two),) = success_chances(model, paths, [row])
+    assert [node.value for node in right.path()[:-1]] == [after_one, after_two]
+    assert [node.value for node in wrong.path()[:-1]] == [0.0, 0.0]
+
+
+def tiny(world="chain"):
+    return dataclasses.replace(equal_cost.BUDGETS[world], leaves=24, steps=2, tokens=10)
+
+
+def records_of(method, world="chain", **options):
+    records = []
+    train(world, {**equal_cost.METHODS[method], **options}, 0, 1e-3, tiny(world), records.append)
+    return records
+
+
+@pytest.mark.parametrize("method", [m for m in equal_cost.METHODS if m not in ("grpo", "grpo_trl")])
+def test_every_method_trains_and_tells(method):
+    first, *steps = records_of(method)
+    assert [record["step"] for record in (first, *steps)] == [0, 1, 2]
+    assert 0 < first["success"] < 0.3
+    for before, after in zip([first, *steps], steps, strict=False):
+        assert after["leaves"] == before["leaves"] + 24
+        assert after["tokens"] == before["tokens"] + after["sampled_tokens"] > before["tokens"]
+        assert after["success"] != before["success"]
+        assert sum(after["budget_by_depth"].values()) == 24 and after["seconds"] > 0
+        assert after["mixed_anchors"] <= after["branched_anchors"]
+    if method in ("treepo", "uniform", "root_only", "prefix_only", "trace", "trace_oracle", "trace_constant"):
+        assert steps[0]["budget_by_depth"]["0"] == 8 and len(steps[0]["budget_by_depth"]) > 1
+
+
+@pytest.mark.parametrize("world", sorted(WORLDS))
+def test_grpo_is_trls(world):
+    """TRL's unmodified trainer, with a rollout loop of its own, and TRACETrainer's GRPO setting: the same numbers."""
+    ours, theirs = records_of("grpo", world), records_of("grpo_trl", world)
+    keys = ("success", "tokens", "effective_ratio", "mixed_anchors", "train_success")
+    assert [[r.get(k) for k in keys] for r in ours] == [[r.get(k) for k in keys] for r in theirs]
+
+
+def test_runs_that_are_complete_are_not_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(equal_cost.BUDGETS, "chain", tiny())
+    run = equal_cost.Run("chain", "grpo", 0, 1e-3)
+    path = run.path(tmp_path)
+    equal_cost.play(run, str(tmp_path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["run"]["method"] == "grpo" and lines[0]["budget"]["leaves"] == 24
+    assert [line["step"] for line in lines[1:-1]] == [0, 1, 2] and lines[-1]["complete"]
+    assert equal_cost.is_complete(path)
+    written = path.stat().st_mtime_ns
+    assert equal_cost.play_all([run, run], tmp_path, processes=1) == 0
+    assert path.stat().st_mtime_ns == written and "1 runs, 1 of them complete" in capsys.readouterr().out
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]))
+    assert not equal_cost.is_complete(path)
+    path.write_text(path.read_text() + '{"comp')
+    assert not equal_cost.is_complete(path)
+
+
+def test_suites_name_runs_once_and_sweeps_hold_the_best_rate_inside():
+    parser_options = {"worlds": list(equal_cost.BUDGETS), "rates": None, "fraction": 1.0}
+    for suite, (make_runs, defaults) in equal_cost.SUITES.items():
+        runs = make_runs(type("Options", (), {**parser_options, **defaults}))
+        paths = [run.path(Path("out")) for run in runs]
+        assert len(set(paths)) == len(paths), suite
+    for world, rates in equal_cost.RATES.items():
+        for method, best in equal_cost.BEST_RATES[world].items():
+            assert min(rates) < best < max(rates), (world, method)
+
+
+def test_branching_depths_counts_leaves_by_the_anchor_they_were_drawn_from():
+    tree = RolloutTree.from_prompt("p", [1], {}, index=0, budget=1)
+
+    def child(parent, kind=None):
+        turn = tree.add_turn(parent, [2])
+        turn.leaf = kind and Leaf(kind=kind)
+        return turn
+
+    first = child(tree.root)
+    second = child(first)
+    child(second, "bare")
+    child(child(second), "continuation")
+    child(first, "continuation")
+    child(tree.root, "extra")
+    assert branching_depths([tree]) == {"0": 2, "1": 1, "2": 1}
