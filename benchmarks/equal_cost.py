@@ -21,10 +21,12 @@ import argparse
 import json
 import multiprocessing
 import os
+import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +122,14 @@ class Run:
     @property
     def name(self) -> str:
         options = "".join(f"_{name}={value}" for name, value in self.options)
-        return f"{self.method}{options}_lr{self.learning_rate:g}_seed{self.seed}"
+        part = "" if self.fraction == 1 else f"_{self.fraction:g}of_budget"
+        return f"{self.method}{options}{part}_lr{self.learning_rate:g}_seed{self.seed}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that its numbers follow from."""
+        options = {**METHODS[self.method], **dict(self.options)}
+        return json.loads(json.dumps({"run": asdict(self), "budget": asdict(self.budget), "settings": options}))
 
     @property
     def budget(self) -> Budget:
@@ -157,7 +166,8 @@ def ablations(options: argparse.Namespace) -> list[Run]:
     for seed in options.seeds:
         for world in options.worlds:
             best = BEST_RATES[world]["trace"]
-            runs.append(Run(world, "trace", seed, best, fraction=options.fraction))
+            # The default at as many rates as what it is compared with
+            runs += [Run(world, "trace", seed, rate, fraction=options.fraction) for rate in (best / 2, best, best * 2)]
             for changed in ABLATIONS:
                 swept = bool(changed.keys() & set(SWEPT_ABLATIONS))
                 rates = [best / 2, best, best * 2] if swept else [best]
@@ -180,18 +190,20 @@ SUITES: dict[str, tuple[Any, dict[str, Any]]] = {
 # Running
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(run: Run, out: Path) -> bool:
+    """Whether its file is there, whole, and of a run with these settings."""
+    path = run.path(out)
     if not path.exists():
         return False
-    last = path.read_text().rstrip().rpartition("\n")[2]
+    lines = path.read_text().splitlines()
     try:
-        return bool(json.loads(last).get("complete"))
-    except ValueError:
+        return run.settings.items() <= json.loads(lines[0]).items() and json.loads(lines[-1])["complete"]
+    except (ValueError, IndexError, KeyError):
         return False
 
 
-def play(run: Run, out: str) -> float:
-    """Trains a run in this process and writes its file. Returns the seconds it took."""
+def play(run: Run, out: str, command: str = "") -> float:
+    """Trains a run in this process and writes its file, which names the command. Returns the seconds it took."""
     from worlds.training import train
 
     path = run.path(Path(out))
@@ -204,9 +216,8 @@ def play(run: Run, out: str) -> float:
             file.write(json.dumps(record) + "\n")
             file.flush()
 
-        write({"run": asdict(run), "budget": asdict(run.budget)})
-        options = {**METHODS[run.method], **dict(run.options)}
-        train(run.world, options, run.seed, run.learning_rate, run.budget, write)
+        write({**run.settings, "command": command})
+        train(run.world, run.settings["settings"], run.seed, run.learning_rate, run.budget, write)
         write({"complete": True, "seconds": time.perf_counter() - started})
     unfinished.replace(path)
     return time.perf_counter() - started
@@ -227,20 +238,24 @@ def prepare() -> None:
     disable_progress_bar()
 
 
-def play_all(runs: Iterable[Run], out: Path, processes: int) -> int:
+def play_all(runs: Iterable[Run], out: Path, processes: int, command: str = "") -> int:
     """Plays all runs that are not complete yet. Returns how many failed."""
     runs = list(dict.fromkeys(runs))
-    missing = [run for run in runs if not is_complete(run.path(out))]
+    missing = [run for run in runs if not is_complete(run, out)]
     print(f"{len(runs)} runs, {len(runs) - len(missing)} of them complete; {processes} at a time", flush=True)
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1")
     started, failed = time.perf_counter(), 0
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=prepare) as pool:
-        futures = {pool.submit(play, run, str(out)): run for run in missing}
-        for number, future in enumerate(as_completed(futures), start=1):
+        futures = {pool.submit(play, run, str(out), command): run for run in missing}
+        for number, future in enumerate(_as_completed(futures, pool), start=1):
             run, passed = futures[future], time.perf_counter() - started
             try:
                 outcome = f"{future.result():.0f} s"
+            except BrokenProcessPool:
+                sys.exit(
+                    "A process of the pool was killed, as where memory runs out: start again, with fewer --processes."
+                )
             except Exception as error:
                 failed += 1
                 outcome = f"FAILED: {type(error).__name__}: {error}"
@@ -250,6 +265,16 @@ def play_all(runs: Iterable[Run], out: Path, processes: int) -> int:
                 flush=True,
             )
     return failed
+
+
+def _as_completed(futures: Iterable[Future], pool: ProcessPoolExecutor) -> Iterator[Future]:
+    try:
+        yield from as_completed(futures)
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+        sys.exit("Interrupted: start again to go on.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -267,7 +292,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, value in {"fraction": 1.0, **defaults}.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    failed = play_all(make_runs(options), options.out, options.processes)
+    words = [str(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    command = shlex.join(["python", "benchmarks/equal_cost.py", *words])
+    failed = play_all(make_runs(options), options.out, options.processes, command)
     if failed:
         sys.exit(f"{failed} runs failed: start again to repeat them.")
 

@@ -50,11 +50,8 @@ def shown(path: Path) -> str:
     return os.path.relpath(path, ROOT) if path.resolve().is_relative_to(ROOT) else str(path)
 
 
-def made_by(folders: Iterable[Path], command: str) -> str:
-    # A directory is named for its suite, but for that of the whole comparison
-    suites = {folder: "" if folder.name == "equal_cost" else f" --suite {folder.name}" for folder in folders}
-    runs = [f"`python benchmarks/equal_cost.py --out {shown(folder)}{suite}`" for folder, suite in suites.items()]
-    return f"Made by {', '.join(runs)}, then `{command}`."
+def made_by(commands: Iterable[str], command: str) -> str:
+    return f"Made by {', '.join(f'`{made}`' for made in commands)}, then `{command}`."
 
 
 def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], command: str, read: str) -> str:
@@ -67,7 +64,7 @@ def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], co
         chosen = [summary for summary in summaries.values() if summary.numbers.get(needs, not needs)]
         parts.extend([f"## {heading}", text] if chosen else [])
         for summary in chosen:
-            made = made_by(summary.folders if table is rates_table else summary.shown_folders, command)
+            made = made_by(summary.commands if table is rates_table else summary.shown_commands, command)
             parts.extend([f"### {heading}, {summary.world}", table(summary), made])
 
     section(
@@ -78,7 +75,7 @@ def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], co
     )
     parts.extend(["## Plots"] if any(figures.values()) else [])
     for world, links in figures.items():
-        made = made_by(summaries[world].shown_folders, command)
+        made = made_by(summaries[world].shown_commands, command)
         for caption, link in links.items():
             parts.extend([f"![{world}: {caption}]({link})", f"{world}: {caption} {made}"])
     section(
@@ -110,7 +107,7 @@ def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], co
     parts.extend(["## Ablations"] if any(summary.numbers["ablations"] for summary in summaries.values()) else [])
     for world, summary in summaries.items():
         for names, ablation in summary.numbers["ablations"].items():
-            made = made_by(ablation["folders"], command)
+            made = made_by(ablation["commands"], command)
             parts.extend([f"### {names}, {world}", f"{ablation['budget']}.", ablation_table(ablation), made])
     return "\n\n".join(parts)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trace_trl.allocation import SURE, allocate_prefixes, allocate_roots
 from trace_trl.predictor import PredictorTrainer, SuccessPredictor
-from trace_trl.tree import Leaf, RolloutTree
+from trace_trl.tree import Leaf, RemoteChild, RolloutTree
 
 
 def beta(value, certainty):
@@ -46,7 +46,7 @@ def splits(count, budget):
     return (s for s in itertools.product(range(budget + 1), repeat=count) if sum(s) == budget)
 
 
-CERTAINTIES = st.floats(0.01, 0.98)
+CERTAINTIES = st.floats(0.01, 0.98) | st.just(0.9985)
 VALUES = st.floats(0.01, 0.99)
 
 
@@ -135,28 +135,43 @@ def grow(rewards_by_child):
 
 
 def test_target_variance_right_values():
-    tree = grow([[1.0], [0.0], [1.0, 0.0]])
+    tree = grow([[1.0], [0.0], [1.0, 0.0, 0.0, 1.0]])
     tree.backup()
-    # Children 1, 0, 1/2: pairs (1,0) 1, (1,1/2) 1/2, (0,1) 0, (0,1/2) 0, (1/2,1) 0, (1/2,0) 1/2; mean of the six
+    # Bare rollouts 1, 0, 1: of the six ordered pairs two are a success before a failure
     assert tree.root.target_variance == pytest.approx(2 / 6)
+    # Continuations 0, 0, 1 of the third, whose own outcome does not count
     third = tree.root.children[2]
-    assert third.target_variance == pytest.approx(0.5) and tree.root.children[0].target_variance is None
+    assert third.target_variance == pytest.approx(2 / 6) and tree.root.children[0].target_variance is None
+    tree = grow([[1.0, 0.0], [1.0]])
+    tree.backup()
+    assert tree.root.target_variance == 0.0 and tree.root.children[0].target_variance is None
+    # Another process played one more
+    tree.remote = [RemoteChild((0.0, 1.0), 0.5), RemoteChild((math.nan,), None)]
+    tree.backup()
+    assert tree.root.target_variance == pytest.approx(2 / 6)
     for rewards, expected in (([[1.0]], None), ([[1.0], [1.0]], 0.0), ([[1.0], [math.nan]], None)):
         tree = grow(rewards)
         tree.backup()
         assert tree.root.target_variance == expected
 
 
-@given(st.floats(0, 1), st.integers(2, 5))
-@settings(deadline=None, database=None, max_examples=30)
-def test_target_variance_is_unbiased(value, count):
-    expected = 0.0
-    for outcomes in itertools.product([0.0, 1.0], repeat=count):
-        tree = grow([[outcome] for outcome in outcomes])
-        tree.backup()
-        chance = math.prod(value if outcome else 1 - value for outcome in outcomes)
-        expected += chance * tree.root.target_variance
-    assert expected == pytest.approx(value * (1 - value), abs=1e-12)
+@pytest.mark.parametrize(("value", "continuations"), [(0.9, 4), (0.7, 6), (0.2, 5)])
+def test_target_variance_is_unbiased_although_outcomes_decide_where_to_branch(value, continuations):
+    """All outcomes of two bare rollouts with a prefix each, and of the continuations that stage 2 gives them."""
+    at_root, at_prefixes, branched = 0.0, 0.0, 0.0
+    for bare in itertools.product([0.0, 1.0], repeat=2):
+        counts = allocate_prefixes([value, value], bare, continuations)
+        for more in itertools.product([0.0, 1.0], repeat=continuations):
+            tree = grow([[bare[0], *more[: counts[0]]], [bare[1], *more[counts[0] :]]])
+            tree.backup()
+            chance = math.prod(value if outcome else 1 - value for outcome in (*bare, *more))
+            at_root += chance * tree.root.target_variance
+            for prefix in tree.root.children:
+                if prefix.target_variance is not None:
+                    at_prefixes += chance * prefix.target_variance
+                    branched += chance
+    assert at_root == pytest.approx(value * (1 - value), abs=1e-12)
+    assert branched > 1 and at_prefixes / branched == pytest.approx(value * (1 - value), abs=1e-12)
 
 
 def test_the_predictor_tells_settled_from_mixed_outcomes():
@@ -171,7 +186,7 @@ def test_the_predictor_tells_settled_from_mixed_outcomes():
     head = SuccessPredictor(3, 16)
     trainer = PredictorTrainer(head, learning_rate=0.01, buffer_size=2000, certainty=True)
     trainer.observe(features, targets.tolist(), variances.tolist())
-    assert [float(x) for x in head.beliefs(features[:1])[0]] == [0.5]
+    assert head(features[:1]).tolist() == [0.5]
     for _ in range(60):
         trainer.update()
     values, certainties = head.beliefs(torch.tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]))

@@ -19,6 +19,7 @@ from worlds import WORLDS  # noqa: E402
 from worlds.policy import RightPaths, load, make_tokenizer, success_chances  # noqa: E402
 from worlds.training import ExactValues, branching_depths, train  # noqa: E402
 
+from trace_trl import allocation  # noqa: E402
 from trace_trl.tree import Leaf, RolloutTree  # noqa: E402
 
 
@@ -145,6 +146,10 @@ def test_exact_values_are_0_behind_a_wrong_turn(policies):
     assert [node.value for node in wrong.path()[:-1]] == [0.0, 0.0]
 
 
+def branches(method):
+    return equal_cost.METHODS[method].get("continuations_per_root", 2) > 0
+
+
 def tiny(world="chain"):
     return dataclasses.replace(equal_cost.BUDGETS[world], leaves=24, steps=2, tokens=10)
 
@@ -161,13 +166,36 @@ def test_every_method_trains_and_tells(method):
     assert [record["step"] for record in (first, *steps)] == [0, 1, 2]
     assert 0 < first["success"] < 0.3
     for before, after in zip([first, *steps], steps, strict=False):
-        assert after["leaves"] == before["leaves"] + 24
+        assert after["leaves"] == before["leaves"] + 24 + after["discarded_leaves"]
         assert after["tokens"] == before["tokens"] + after["sampled_tokens"] > before["tokens"]
         assert after["success"] != before["success"]
         assert sum(after["budget_by_depth"].values()) == 24 and after["seconds"] > 0
         assert after["mixed_anchors"] <= after["branched_anchors"]
+        # 24 leaves of 2 to 7 turns of 2 tokens, less what branches share, and what was discarded
+        assert (after["discarded_leaves"] > 0) == (method == "dapo")
+        assert 24 * 2 <= after["sampled_tokens"] <= (24 + after["discarded_leaves"]) * 7 * 2
+        if not branches(method):
+            assert after["sampled_tokens"] >= (24 + after["discarded_leaves"]) * 2 * 2
     if method in ("treepo", "uniform", "root_only", "prefix_only", "trace", "trace_oracle", "trace_constant"):
         assert steps[0]["budget_by_depth"]["0"] == 8 and len(steps[0]["budget_by_depth"]) > 1
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_certainties_reach_both_allocations(monkeypatch, learned):
+    given = {"allocate_roots": [], "allocate_prefixes": []}
+    for name, seen in given.items():
+        solve = getattr(allocation, name)
+
+        def watched(*args, solve=solve, seen=seen):
+            seen.append(list(args[-1]))
+            return solve(*args)
+
+        monkeypatch.setattr(allocation, name, watched)
+    records_of("trace", predictor_certainty=learned)
+    for calls in given.values():
+        # Untrained, the head says 0.5 of everything
+        assert set(calls[0]) == {0.5 if learned else 1.0}
+        assert len(set(calls[-1])) > 1 if learned else set(calls[-1]) == {1.0}
 
 
 @pytest.mark.parametrize("world", sorted(WORLDS))
@@ -182,18 +210,32 @@ def test_runs_that_are_complete_are_not_run_again(tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(equal_cost.BUDGETS, "chain", tiny())
     run = equal_cost.Run("chain", "grpo", 0, 1e-3)
     path = run.path(tmp_path)
-    equal_cost.play(run, str(tmp_path))
+    equal_cost.play(run, str(tmp_path), "this command")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["run"]["method"] == "grpo" and lines[0]["budget"]["leaves"] == 24
+    assert lines[0]["command"] == "this command"
     assert [line["step"] for line in lines[1:-1]] == [0, 1, 2] and lines[-1]["complete"]
-    assert equal_cost.is_complete(path)
+    assert equal_cost.is_complete(run, tmp_path)
     written = path.stat().st_mtime_ns
     assert equal_cost.play_all([run, run], tmp_path, processes=1) == 0
     assert path.stat().st_mtime_ns == written and "1 runs, 1 of them complete" in capsys.readouterr().out
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]))
-    assert not equal_cost.is_complete(path)
+    assert not equal_cost.is_complete(run, tmp_path)
     path.write_text(path.read_text() + '{"comp')
-    assert not equal_cost.is_complete(path)
+    assert not equal_cost.is_complete(run, tmp_path)
+
+
+def test_a_run_with_other_settings_is_another_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(equal_cost.BUDGETS, "chain", tiny())
+    run = equal_cost.Run("chain", "grpo", 0, 1e-3)
+    equal_cost.play(run, str(tmp_path))
+    assert equal_cost.is_complete(run, tmp_path)
+    half = dataclasses.replace(run, fraction=0.5)
+    assert half.path(tmp_path) != run.path(tmp_path)
+    monkeypatch.setitem(equal_cost.METHODS, "grpo", {**equal_cost.METHODS["grpo"], "scale_rewards": "none"})
+    assert not equal_cost.is_complete(run, tmp_path)
+    monkeypatch.undo()
+    assert not equal_cost.is_complete(run, tmp_path)  # another budget
 
 
 def test_suites_name_runs_once_and_sweeps_hold_the_best_rate_inside():

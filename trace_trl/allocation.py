@@ -17,8 +17,8 @@ to be Beta distributed, with mean `v` and that variance:
 
     V ~ Beta(s v, s (1 - v)),   s = certainty / (1 - certainty)
 
-and both objectives are expected over it, in stage 2 after one draw, the factual outcome. A certainty of 1 gives the
-paper's formulas.
+and both objectives are expected over it, in stage 2 after one draw, the factual outcome. Certainties of 1 for all
+give the paper's formulas.
 
 `ROOT_ALLOCATORS` and `PREFIX_ALLOCATORS` hold the choices by name, each kind with one signature:
 

@@ -134,8 +134,8 @@ def _calibration(pairs: Sequence[tuple[int, float, bool]]) -> dict[str, float]:
         metrics["predictor/auroc"] = auroc(values, outcomes)
     for depth in sorted({min(depth, MAX_DEPTH) for depth, _, _ in pairs}):
         chosen = [(v, o) for d, v, o in pairs if min(d, MAX_DEPTH) == depth]
-        metrics[f"predictor/brier_depth_{depth}"] = brier_score(*zip(*chosen, strict=True))
-        metrics[f"predictor/auroc_depth_{depth}"] = auroc(*zip(*chosen, strict=True))
+        for name, score in (("brier", brier_score), ("ece", expected_calibration_error), ("auroc", auroc)):
+            metrics[f"predictor/{name}_depth_{depth}"] = score(*zip(*chosen, strict=True))
     return metrics
 
 

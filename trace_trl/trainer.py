@@ -209,7 +209,8 @@ class TRACETrainer(GRPOTrainer):
         return None if self.predictor_trainer is None else self.predictor_trainer.predictor
 
     def _make_values(self) -> AnchorValues | None:
-        """What predicts anchors, or `None`. A subclass may return anything with the methods of [`AnchorValues`]."""
+        """What predicts anchors, or `None`. A subclass may return anything with the methods of [`AnchorValues`] and a
+        `predictor_trainer`, which is `None` where nothing learns."""
         return make_values(self, self._sync.most)
 
     def _fitted_pool_size(self) -> int:

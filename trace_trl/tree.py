@@ -84,8 +84,8 @@ class Turn:
         certainty (`float` or `None`): how exactly the predictor knows that value, see `allocation.py`.
         target (`float` or `None`): backed-up success rate, see [`RolloutTree.backup`]; `None` where nothing below is
             scored.
-        target_variance (`float` or `None`): estimate of `V(1 - V)`, see [`RolloutTree.backup`]; `None` where fewer
-            than two children have a target.
+        target_variance (`float` or `None`): estimate of `V(1 - V)`, see [`RolloutTree.backup`]; `None` where there are
+            not two outcomes to compare.
         advantage (`float`): the turn's advantage; every sampled token of the turn carries it.
         leaf (`Leaf` or `None`): set when the episode ended with this turn.
     """
@@ -248,9 +248,10 @@ class RolloutTree:
         `child_mean`: every child has the same weight, however many leaves were put below it after the factual outcomes
         were seen. Unscored leaves count for neither. A leaf's own target is its outcome, 0.0 or 1.0.
 
-        Also writes `target_variance`, by the pairs of children: each is a draw of its own from the policy at `y`, so
-        for `i != j` the mean of `V^(c_i) (1 - V^(c_j))` is an estimate of `V(1 - V)`, where `V^(y) (1 - V^(y))` is too
-        small.
+        Also writes `target_variance`, the share of pairs of rollouts from `y` with different outcomes, halved: an
+        unbiased estimate of `V(1 - V)`, where `V^(y) (1 - V^(y))` is too small. The rollouts are the bare ones at the
+        root, each with the outcome it had before anything branched off, and the continuations at a prefix, without the
+        factual rollout, whose outcome decided how many continuations there are.
 
         Raises:
             ValueError: if `mode` is not one of `BACKUPS`.
@@ -258,18 +259,25 @@ class RolloutTree:
         if mode not in BACKUPS:
             raise ValueError(f"Unknown backup {mode!r}: use one of {', '.join(map(repr, BACKUPS))}.")
         counts: dict[Turn, int] = {}
+        drawn: dict[Turn, float | None] = {}  # outcome of the rollout that a turn was sampled in
         for turn in reversed(list(self.root.turns())):
             if turn.leaf is not None:
                 counts[turn] = int(turn.leaf.scored)
                 outcome = turn.leaf.outcome(success_threshold)
-                turn.target = None if outcome is None else float(outcome)
+                turn.target = drawn[turn] = None if outcome is None else float(outcome)
+                turn.target_variance = None
                 continue
+            # Children stand in the order in which they were sampled: what branches off comes later
+            drawn[turn] = drawn[turn.children[0]] if turn.children else None
+            outcomes = [drawn[child] for child in turn.children]
             children = [(child.target, counts[child]) for child in turn.children if child.target is not None]
             if turn is self.root:
                 for child in self.remote:
                     scored = sum(not math.isnan(reward) for reward in child.rewards)
                     if child.target is not None:
                         children.append((child.target, scored))
+                    reward = child.rewards[0] if child.rewards else math.nan
+                    outcomes.append(None if math.isnan(reward) else float(reward >= success_threshold))
             counts[turn] = sum(count for _, count in children)
             if not children:
                 turn.target = None
@@ -277,16 +285,15 @@ class RolloutTree:
                 turn.target = sum(target * count for target, count in children) / counts[turn]
             else:
                 turn.target = sum(target for target, _ in children) / len(children)
-            turn.target_variance = _variance_by_pairs([target for target, _ in children])
+            turn.target_variance = _variance_by_pairs(outcomes if turn is self.root else outcomes[1:])
 
 
-def _variance_by_pairs(values: Sequence[float]) -> float | None:
-    """Mean of `v_i (1 - v_j)` over all `i != j`, `None` for fewer than two values."""
-    count = len(values)
-    if count < 2:
+def _variance_by_pairs(outcomes: Sequence[float | None]) -> float | None:
+    """Chance that of two outcomes the first is a success and the second is not; `None` for fewer than two."""
+    known = [outcome for outcome in outcomes if outcome is not None]
+    if len(known) < 2:
         return None
-    pairs = sum(values) * (count - sum(values)) - sum(value * (1 - value) for value in values)
-    return max(pairs, 0.0) / (count * (count - 1))
+    return sum(known) * (len(known) - sum(known)) / (len(known) * (len(known) - 1))
 
 
 def copy_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

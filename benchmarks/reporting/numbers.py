@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .runs import Budget, Options, Run, mean
@@ -80,12 +79,12 @@ def total(run: Run, budget: Budget, key: str) -> float:
 # Of the main table: heading, digits, and what a run has
 MEASURES: dict[str, tuple[str, int, Callable[[Run, Budget], float]]] = {
     "effective_ratio": ("Effective ratio", 3, lambda r, b: mean(x["effective_ratio"] for x in r.steps(b))),
-    "success_at_leaves": ("Success, equal leaves", 3, lambda r, b: r.steps(b)[-1]["success"]),
+    "success_at_leaves": ("Success, equal leaves", 3, lambda r, b: r.at_leaves(b)["success"]),
     "success_at_tokens": ("Success, equal tokens", 3, lambda r, b: float(r.success(b.tokens))),
     "tokens_per_leaf": (
-        "Sampled tokens per leaf",
+        "Sampled tokens per trained leaf",
         2,
-        lambda r, b: r.steps(b)[-1]["tokens"] / r.steps(b)[-1]["leaves"],
+        lambda r, b: r.steps(b)[-1]["tokens"] / (r.steps(b)[-1]["step"] * b.leaves),
     ),
     "mixed_anchors": ("Mixed anchors per step", 2, lambda r, b: mean(x["mixed_anchors"] for x in r.steps(b))),
     "mixed_share": (
@@ -181,7 +180,7 @@ def ablations(choices: list[Choice]) -> dict[str, dict[str, Any]]:
         budget = common_budget(choice.runs for _, choice in rows)
         found[names] = {
             "budget": budget,
-            "folders": folders_of(run for _, choice in rows for run in choice.runs),
+            "commands": commands_of(run for _, choice in rows for run in choice.runs),
             "rows": {
                 value: {"learning_rate": choice.best, "edge": choice.edge}
                 | measures(covering(choice.runs, budget), budget)
@@ -202,11 +201,11 @@ class Summary:
     main: dict[str, dict[str, Spread]]
     numbers: dict[str, Any]
     notes: list[str]
-    folders: list[Path]
+    commands: list[str]
 
     @property
-    def shown_folders(self) -> list[Path]:
-        return folders_of(run for runs in self.runs.values() for run in runs) or self.folders
+    def shown_commands(self) -> list[str]:
+        return commands_of(run for runs in self.runs.values() for run in runs) or self.commands
 
     def medians(self, measure: str, *methods: str) -> dict[str, float]:
         return {method: self.main[method][measure].median for method in methods}
@@ -243,7 +242,7 @@ def summarise_world(world: str, every: list[Run]) -> Summary:
         "ablations": ablations(choices),
     }
     for method, found in runs.items():
-        ends = {run.seed: run.steps(budget)[-1]["success_by_level"] for run in found}
+        ends = {run.seed: run.at_leaves(budget)["success_by_level"] for run in found}
         levels = sorted({level for end in ends.values() for level in end}, key=value_order)
         numbers["success_by_level"][method] = {
             level: Spread({seed: end[level] for seed, end in ends.items() if level in end}) for level in levels
@@ -267,7 +266,7 @@ def summarise_world(world: str, every: list[Run]) -> Summary:
         numbers["gap_closed_by_seed"] = paired(share_of_gap, *ratios)
     if {"trace", "grpo_trl"} <= runs.keys():
         numbers["seconds_to_trl"] = paired(divide, *(numbers["seconds"][m]["step"] for m in ("trace", "grpo_trl")))
-    return Summary(world, budget, choices, runs, main, numbers, notes(plain, runs, budget), folders_of(every))
+    return Summary(world, budget, choices, runs, main, numbers, notes(plain, runs, budget), commands_of(every))
 
 
 def share_of_gap(value: float, bottom: float, top: float) -> float:
@@ -289,5 +288,5 @@ def notes(plain: list[Choice], runs: dict[str, list[Run]], budget: Budget) -> li
     return found
 
 
-def folders_of(runs: Iterable[Run]) -> list[Path]:
-    return list(dict.fromkeys(run.folder for run in runs))
+def commands_of(runs: Iterable[Run]) -> list[str]:
+    return list(dict.fromkeys(run.command for run in runs))

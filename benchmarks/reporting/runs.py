@@ -49,9 +49,15 @@ class Run:
     budget: Budget
     records: list[Record]
     folder: Path
+    command: str = ""
 
     def steps(self, budget: Budget) -> list[Record]:
         return [record for record in self.records if 1 <= record["step"] <= budget.steps]
+
+    def at_leaves(self, budget: Budget) -> Record:
+        """The last step within as many leaves as the budget's steps train; discarded leaves count as well."""
+        within = [record for record in self.records if record["leaves"] <= budget.steps * budget.leaves]
+        return within[-1]
 
     def success(self, tokens: Any) -> Any:
         """Success after so many sampled tokens; the last one beyond the run's end."""
@@ -75,7 +81,7 @@ class Run:
     def seconds(self, per_leaf: bool) -> float:
         """Of the median optimizer step."""
         steps = [pair for pair in pairwise(self.records) if pair[1]["step"] > WARM_UP]
-        times = [b["seconds"] / (b["leaves"] - a["leaves"] if per_leaf else 1) for a, b in steps]
+        times = [after["seconds"] / (self.budget.leaves if per_leaf else 1) for _, after in steps]
         return statistics.median(times) if times else math.nan
 
     def score(self, key: str, first: int, last: int) -> float:
@@ -95,7 +101,10 @@ def read_run(path: Path, folder: Path) -> Run | None:
     run = header["run"]
     options = tuple((name, value if isinstance(value, str) else json.dumps(value)) for name, value in run["options"])
     budget = Budget(*(header["budget"][name] for name in ("leaves", "steps", "tokens", "group")))
-    return Run(run["world"], run["method"], options, run["learning_rate"], run["seed"], budget, records, folder)
+    command = header.get("command") or f"python benchmarks/equal_cost.py --out {folder}"
+    return Run(
+        run["world"], run["method"], options, run["learning_rate"], run["seed"], budget, records, folder, command
+    )
 
 
 def load(folders: Iterable[Path | str]) -> tuple[list[Run], list[Path]]:

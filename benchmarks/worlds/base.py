@@ -17,10 +17,11 @@ class World(ABC):
     """
     A task of several turns in a language of whole words.
 
-    A row holds its `prompt`, a string, and all that the environment needs. In every state exactly one turn is right: a
-    rollout succeeds (reward 1) by the right turns, one after the other, and by nothing else that a policy would say on
-    purpose. So the chance of success from any history is a product of chances that one pass over the right turns gives
-    (`policy.success_chances`): what a rollout can only sample is known exactly.
+    A row holds its `prompt`, a string, and all that the environment needs. In every state one turn is right: a rollout
+    succeeds (reward 1) by the right turns, one after the other. In the chain world it does by nothing else; in hops it
+    may by luck, where a wrong way ends at the right name (one wrong way in fifty), or by heart. So the chance of
+    success from any history is a product of chances that one pass over the right turns gives
+    (`policy.success_chances`): what a rollout can only sample is known, in hops from below.
 
     Attributes:
         name (`str`): of the world.

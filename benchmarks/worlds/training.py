@@ -101,6 +101,7 @@ class Meter(TrainerCallback):
         self.test = world.rows(TEST_ROWS, "test")
         self.generation: Record = {}  # what the trainer tells of the step's generation
         self.tokens = 0
+        self.leaves = 0  # discarded ones included
         self._started = 0.0
 
     def success(self, model: Any) -> Record:
@@ -123,7 +124,8 @@ class Meter(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         seconds = time.perf_counter() - self._started
         self.tokens += self.generation["sampled_tokens"]
-        record = {"step": state.global_step, "tokens": self.tokens, "leaves": state.global_step * self.budget.leaves}
+        self.leaves += self.budget.leaves + self.generation["discarded_leaves"]
+        record = {"step": state.global_step, "tokens": self.tokens, "leaves": self.leaves}
         self.write({**record, "seconds": seconds, **self.generation, **self.success(model)})
         spent = state.global_step >= self.budget.steps and self.tokens >= self.budget.tokens
         control.should_training_stop = control.should_training_stop or spent
