@@ -79,6 +79,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "trace_constant": {"continuations_per_root": 2, "values": "constant"},
 }
 
+# Of all methods but TRL's trainer. A policy that changes as fast as these needs a predictor that follows
+PREDICTOR = {"predictor_passes": 32, "predictor_buffer_size": 1024}
+
 # Learning rates that are tried, and for each method the one that is used; `--suite sweep` gives the evidence
 RATES = {"chain": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), "hops": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)}
 BEST_RATES: dict[str, dict[str, float]] = {
@@ -128,7 +131,8 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """All that its numbers follow from."""
-        options = {**METHODS[self.method], **dict(self.options)}
+        method = METHODS[self.method]
+        options = {**({} if "trainer" in method else PREDICTOR), **method, **dict(self.options)}
         return json.loads(json.dumps({"run": asdict(self), "budget": asdict(self.budget), "settings": options}))
 
     @property

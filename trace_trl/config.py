@@ -85,11 +85,11 @@ class TRACEConfig(GRPOConfig):
             Learning rate of the value head's own AdamW.
         predictor_weight_decay (`float`, *optional*, defaults to `0.01`):
             Weight decay of the value head's own AdamW.
-        predictor_passes (`int`, *optional*, defaults to `32`):
+        predictor_passes (`int`, *optional*, defaults to `4`):
             Mini-batches the value head is trained on at every optimizer step.
         predictor_batch_size (`int`, *optional*, defaults to `256`):
             Anchors in one of these mini-batches, over all processes.
-        predictor_buffer_size (`int`, *optional*, defaults to `1024`):
+        predictor_buffer_size (`int`, *optional*, defaults to `4096`):
             Anchors kept for training, over all processes: those of the last generation, then the most recent earlier
             ones.
 
@@ -196,7 +196,7 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Weight decay of the value head's own AdamW."},
     )
     predictor_passes: int = field(
-        default=32,
+        default=4,
         metadata={"help": "Mini-batches the value head is trained on at every optimizer step."},
     )
     predictor_batch_size: int = field(
@@ -204,7 +204,7 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Anchors in one mini-batch of the value head, over all processes."},
     )
     predictor_buffer_size: int = field(
-        default=1024,
+        default=4096,
         metadata={"help": "Anchors kept for training the value head, over all processes."},
     )
 
