@@ -171,10 +171,10 @@ def ablations(options: argparse.Namespace) -> list[Run]:
         for world in options.worlds:
             best = BEST_RATES[world]["trace"]
             # The default at as many rates as what it is compared with
-            runs += [Run(world, "trace", seed, rate, fraction=options.fraction) for rate in (best / 2, best, best * 2)]
-            for changed in ABLATIONS:
-                swept = bool(changed.keys() & set(SWEPT_ABLATIONS))
-                rates = [best / 2, best, best * 2] if swept else [best]
+            around = [best / 2, best, best * 2]
+            for changed in ({}, *ABLATIONS):
+                swept = not changed or changed.keys() & set(SWEPT_ABLATIONS)
+                rates = around if swept else [best]
                 runs += [
                     Run(world, "trace", seed, rate, tuple(changed.items()), options.fraction)
                     for rate in options.rates or rates

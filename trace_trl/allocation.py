@@ -389,7 +389,7 @@ def _beta_moment(a: np.ndarray, b: np.ndarray, power: np.ndarray) -> np.ndarray:
 
 
 def _log_gamma(x: np.ndarray) -> np.ndarray:
-    """`log(Gamma(x))` for `x >= 1`, by Stirling's series above 9 and the recurrence below."""
+    """`log(Gamma(x))` for `x >= 1`, which NumPy lacks: Stirling's series above 9, the recurrence below."""
     x = np.asarray(x, dtype=np.float64)
     factor = np.ones_like(x)
     for _ in range(9):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl.trainer.utils import selective_log_softmax
 
 from .base import World
 
@@ -107,12 +109,12 @@ def success_chances(
         found = [paths(row) for row in rows[start : start + batch_size]]
         width = max(len(ids) for ids, _, _ in found)
         batch = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _, _ in found], device=device)
-        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        logprobs = torch.log_softmax(logits, dim=-1).gather(2, batch[:, 1:, None])[:, :, 0]
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
+        logprobs = selective_log_softmax(logits, batch[:, 1:])
         # sums[p] = log-probability of the tokens up to position p
         sums = torch.nn.functional.pad(logprobs.double().cumsum(dim=1), (1, 0)).tolist()
         for (_, ends, turn_ends), row_sums in zip(found, sums, strict=True):
             steps = [row_sums[stop - 1] - row_sums[end - 1] for end, stop in zip(ends, turn_ends, strict=True)]
-            chances.append([float(torch.tensor(sum(steps[depth:])).exp()) for depth in range(len(steps))])
+            chances.append([math.exp(sum(steps[depth:])) for depth in range(len(steps))])
     model.train(training)
     return chances
