@@ -20,9 +20,14 @@ to be Beta distributed, with mean `v` and that variance:
 and both objectives are expected over it, in stage 2 after one draw, the factual outcome. Certainties of 1 for all
 give the paper's formulas.
 
+Contrast is not progress: of a prompt solved 95 times in 100 and one solved 5 times in 100, which are as likely to
+show both outcomes, the first has little left to gain. With a headroom exponent `b > 0`, stage 1 weighs `U_root` by
+`(1 - V)^b`, so that the most wanted success rate goes from 1/2 down to `1 / (2 + b)`.
+
 `ROOT_ALLOCATORS` and `PREFIX_ALLOCATORS` hold the choices by name, each kind with one signature:
 
-    counts = ROOT_ALLOCATORS[name](values, budget=..., max_per_root=..., group_size=..., seed=..., certainties=...)
+    counts = ROOT_ALLOCATORS[name](values, budget=..., max_per_root=..., group_size=..., seed=..., certainties=...,
+                                   headroom_exponent=...)
     counts = PREFIX_ALLOCATORS[name](values, successes, budget=..., seed=..., certainties=...)
 """
 
@@ -97,10 +102,14 @@ def allocate_roots(
     max_per_root: int,
     seed: Seed = None,
     certainties: npt.ArrayLike | None = None,
+    headroom_exponent: float = 0.0,
 ) -> np.ndarray:
     """Stage 1 of TRACE (arXiv 2606.11119), solved exactly: bare rollouts for every prompt of the candidate pool.
 
-        maximise  sum_i U_root(v_i, m_i)   subject to  sum_i m_i = budget,  m_i in {0} or [2, max_per_root]
+        maximise  sum_i (1 - v_i)^b U_root(v_i, m_i)
+        subject to  sum_i m_i = budget,  m_i in {0} or [2, max_per_root]
+
+    where the paper has `b = 0`.
 
     Among equal optima, one that enters the most prompts; what is left open by that goes to the prompts with the fewest
     rollouts, in a random order given by `seed`.
@@ -112,13 +121,15 @@ def allocate_roots(
         seed (`int`, `np.random.Generator` or `None`): order among ties; `None` takes them in pool order.
         certainties (array-like of `float`, shape `(prompts,)`, *optional*): how exactly the values are known, in
             [0, 1]; see above. `None` is 1 for all.
+        headroom_exponent (`float`): `b`, how much more a hard prompt is worth than an easy one; 0 or more.
 
     Returns:
         `np.ndarray` of `int64`, shape `(prompts,)`.
 
     Raises:
-        ValueError: if a value or certainty is not in [0, 1], or if no allocation spends exactly `budget`: a budget
-            that is negative, 1, above `prompts * max_per_root`, or odd with `max_per_root=2`; `max_per_root` below 2.
+        ValueError: if a value or certainty is not in [0, 1], the exponent is negative, or if no allocation spends
+            exactly `budget`: a budget that is negative, 1, above `prompts * max_per_root`, or odd with
+            `max_per_root=2`; `max_per_root` below 2.
 
     Cost: `O((prompts + budget) log(max_per_root))`.
     """
@@ -138,13 +149,25 @@ def allocate_roots(
     s = _strengths(certainties, v.size)
     budget = _check_budget(budget, "rollout budget")
     _check_root_budget(v.size, budget, max_per_root)
+    if not 0 <= headroom_exponent < np.inf:
+        raise ValueError(f"The headroom exponent is {headroom_exponent}: set it to 0 or more.")
     counts = np.zeros(v.size, dtype=np.int64)
     if budget == 0:
         return counts
     rank = _tie_ranks(v.size, seed)
 
+    if s is None:
+        weights = (1.0 - v) ** headroom_exponent
+    else:
+        # (1 - V)^b times the density of Beta(x, y) is its mean times that of Beta(x, y + b)
+        x, y = s * v, s * (1.0 - v)
+        weights = _mean_headroom(x, y, headroom_exponent)
+        y = y + headroom_exponent
+
     def marginals(owners: np.ndarray, units: np.ndarray) -> np.ndarray:
-        return _root_marginals(v[owners], units) if s is None else _beta_root_marginals(v[owners], s[owners], units)
+        if s is None:
+            return weights[owners] * _root_marginals(v[owners], units)
+        return weights[owners] * _beta_root_marginals(x[owners], y[owners], units)
 
     level = _Level(marginals, v.size, budget, max_per_root)
 
@@ -323,15 +346,15 @@ def random_prefixes(count: int, budget: int, seed: Seed = None) -> np.ndarray:
     return np.bincount(np.random.default_rng(seed).integers(count, size=budget), minlength=count).astype(np.int64)
 
 
-def _active_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None):
-    return allocate_roots(values, budget, max_per_root, seed, certainties)
+def _active_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None, headroom_exponent=0.0):
+    return allocate_roots(values, budget, max_per_root, seed, certainties, headroom_exponent)
 
 
-def _uniform_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None):
+def _uniform_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None, headroom_exponent=0.0):
     return uniform_roots(len(values), budget, max_per_root, group_size)
 
 
-def _pcl_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None):
+def _pcl_roots(values, *, budget, max_per_root, group_size, seed=None, certainties=None, headroom_exponent=0.0):
     return pcl_roots(values, budget, max_per_root, group_size, seed)
 
 
@@ -367,12 +390,22 @@ def _root_marginals(v: np.ndarray, units: np.ndarray) -> np.ndarray:
     return v * (1.0 - v) * tail
 
 
-def _beta_root_marginals(v: np.ndarray, s: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """[`_root_marginals`], expected over `V ~ Beta(s v, s (1 - v))`: the first three units are worth `E[V(1 - V)]`."""
+def _beta_root_marginals(a: np.ndarray, b: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """[`_root_marginals`], expected over `V ~ Beta(a, b)`: the first three units are worth `E[V(1 - V)]`."""
     exponents = np.maximum(units - 1, 2)
-    a, b = s * v, s * (1.0 - v)
     tail = _beta_moment(a, b, exponents) + _beta_moment(b, a, exponents)
-    return np.where(units <= 3, v * (1.0 - v) * s / (s + 1.0), tail)
+    return np.where(units <= 3, a * b / ((a + b) * (a + b + 1.0)), tail)
+
+
+def _mean_headroom(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
+    """`E[(1 - X)^power]` for `X ~ Beta(a, b)`; 0 where `b` is, unless `power` is 0."""
+    if power == 0:
+        return np.ones_like(a)
+    # Gamma(z) = Gamma(z + 1) / z keeps the arguments above 1
+    first = b / (b + power) * (a + b + power) / (a + b)
+    return first * np.exp(
+        _log_gamma(b + power + 1.0) - _log_gamma(b + 1.0) - _log_gamma(a + b + power + 1.0) + _log_gamma(a + b + 1.0)
+    )
 
 
 def _beta_moment(a: np.ndarray, b: np.ndarray, power: np.ndarray) -> np.ndarray:

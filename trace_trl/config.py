@@ -54,6 +54,10 @@ class TRACEConfig(GRPOConfig):
             Candidates offered to stage 1, as a multiple of the `generation_batch_size / num_generations` prompts that
             GRPO would use. If `None`, it is 2.0, and 1.0 with `root_allocation="uniform"`. An epoch offers every
             prompt once: with a factor of 2.0, it has half as many steps as with GRPO.
+        headroom_exponent (`float`, *optional*, defaults to `0.0`):
+            How much more a hard prompt is worth to stage 1 than an easy one: the chance of mixed outcomes counts
+            `(1 - v) ** headroom_exponent` times, where `v` is the predicted success rate. `0.0`, as in the paper, is
+            blind to what a prompt has left to gain.
         max_rollouts_per_root (`int`, *optional*):
             Most bare rollouts of one prompt, `m_max`. If `None`, it is `num_generations`.
         success_threshold (`float`, *optional*, defaults to `0.5`):
@@ -144,6 +148,13 @@ class TRACEConfig(GRPOConfig):
         metadata={
             "help": "Candidates offered to stage 1, as a multiple of `generation_batch_size / num_generations`. If "
             "`None`, it is 2.0, and 1.0 with `root_allocation='uniform'`."
+        },
+    )
+    headroom_exponent: float = field(
+        default=0.0,
+        metadata={
+            "help": "How much more a hard prompt is worth to stage 1 than an easy one: the chance of mixed outcomes "
+            "counts `(1 - v) ** headroom_exponent` times."
         },
     )
     max_rollouts_per_root: int | None = field(
@@ -327,8 +338,10 @@ class TRACEConfig(GRPOConfig):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"`{name}` is {value}: set it to a number above 0.")
-        if not 0 <= self.predictor_weight_decay < math.inf:
-            raise ValueError(f"`predictor_weight_decay` is {self.predictor_weight_decay}: set it to 0 or more.")
+        for name in ("predictor_weight_decay", "headroom_exponent"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` is {value}: set it to 0 or more.")
         if math.isnan(self.success_threshold):
             raise ValueError("`success_threshold` is NaN: set it to the reward from which a leaf counts as a success.")
         if isinstance(self.turn_stop_strings, str):

@@ -93,6 +93,7 @@ def allocate(pool: list[Candidate], args: Any, seed: int, parts: int = 1) -> lis
             group_size=args.rollouts_per_group,
             seed=seed + part,
             certainties=sure[part * size : (part + 1) * size],
+            headroom_exponent=args.headroom_exponent,
         )
     ]
 

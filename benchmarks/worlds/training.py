@@ -67,6 +67,7 @@ def train(
             "seed": seed,
             "use_cpu": True,
             "bf16": False,
+            "gradient_checkpointing": False,  # saves memory that models this small do not need
             "per_device_train_batch_size": budget.leaves,
             "generation_batch_size": budget.leaves,
             "num_generations": budget.group,
