@@ -77,6 +77,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "trace": {"continuations_per_root": 2},
     "trace_oracle": {"continuations_per_root": 2, "values": "oracle"},
     "trace_constant": {"continuations_per_root": 2, "values": "constant"},
+    # Of the analysis: what exact values and certain predictions would be worth
+    "trace_oracle_headroom": {"continuations_per_root": 2, "values": "oracle", "headroom_exponent": 2.0},
+    "trace_certainty": {"continuations_per_root": 2, "predictor_certainty": True, "predictor_passes": 128},
 }
 
 # Of all methods but TRL's trainer. A policy that changes as fast as these needs a predictor that follows
@@ -101,6 +104,9 @@ ABLATIONS: list[dict[str, Any]] = [
     {"turn_weighting": "on_policy"},
     {"predictor_buffer_size": 256},
     {"predictor_buffer_size": 16384},
+    {"headroom_exponent": 1.0},
+    {"headroom_exponent": 2.0},
+    {"headroom_exponent": 4.0},
     {"predictor_certainty": True},
     {"predictor_passes": 1},
     {"predictor_passes": 4},

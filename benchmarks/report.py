@@ -2,7 +2,7 @@
 Tables and plots of the runs that equal_cost.py has written.
 
     python benchmarks/report.py runs/equal_cost                       # writes docs/results.md and docs/results/
-    python benchmarks/report.py runs/equal_cost runs/sweep            # the runs of both
+    python benchmarks/report.py runs/equal_cost --sweep runs/sweep    # learning rates chosen by runs of their own
     python benchmarks/report.py runs/equal_cost --check               # prints what the claims come to
     python benchmarks/report.py runs/again --compare runs/equal_cost  # prints what lies within the other's spread
 
@@ -10,7 +10,8 @@ Runs of a world are compared at two points: at equal leaves, after the budget's 
 have sampled as many, those of discarded rollouts included. A run goes on until it has passed both. Between two steps
 success is a straight line in tokens. Numbers are medians over seeds, with the least and the most in brackets.
 
-A method is shown at its best learning rate: that with the highest median of the mean success over the budget's tokens.
+A method is shown at its best learning rate: that with the highest median of the mean success over the budget's tokens,
+in the runs of `--sweep` where those have the method.
 Where runs that are compared have different budgets, the longer ones are cut to the smaller budget. As the learning
 rate is constant, that changes nothing before the cut.
 """
@@ -93,7 +94,7 @@ def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], co
     )
     section(
         "Calibration of TRACE's predictor",
-        "Means over steps, over the whole training and over its first and second half.",
+        "Over all predictions of the whole training, and of its first and second half.",
         lambda summary: "\n\n".join([calibration_table(summary), gap_text(summary)]),
         "calibration",
     )
@@ -162,6 +163,7 @@ def as_json(value: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Tables and plots of the runs of equal_cost.py.")
     parser.add_argument("folders", nargs="+", type=Path, help="Directories of runs.")
+    parser.add_argument("--sweep", nargs="+", type=Path, default=[], help="Directories that learning rates come from.")
     parser.add_argument("--page", type=Path, help="docs/results.md by default, none with --check or --compare.")
     parser.add_argument("--plots", type=Path, help="Directory; by default beside the page, with its name.")
     parser.add_argument("--check", action="store_true", help="Print what the claims come to.")
@@ -173,7 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(read)
     if not runs:
         parser.error("No complete runs.")
-    summaries = summarise(runs)
+    swept, _ = load(args.sweep)
+    if args.sweep:
+        print(f"Of the sweep: {len(swept)}.")
+    summaries = summarise(runs, swept)
     for world, summary in summaries.items():
         lines = [f"{world}: {note}" for note in summary.notes]
         if args.check:
@@ -190,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = [
         "python benchmarks/report.py",
         *map(shown, args.folders),
+        *(["--sweep", *map(shown, args.sweep)] if args.sweep else []),
         *(["--page", shown(page)] if args.page else []),
     ]
     plots = args.plots or page.with_suffix("")

@@ -235,6 +235,34 @@ def test_gap_closed_is_paired_by_seed(tmp_path):
     assert numbers["gap_closed"] == pytest.approx((0.5 - 0.3) / (0.7 - 0.3))
 
 
+def test_a_sweep_decides_and_is_not_shown(tmp_path):
+    for seed in (100, 101):
+        write(tmp_path / "sweep", "trace", seed=seed, rate=0.1, curve=rising(0.4))
+        write(tmp_path / "sweep", "trace", seed=seed, rate=0.2, curve=rising(0.6))
+    for seed in (0, 1):
+        write(tmp_path / "runs", "trace", seed=seed, rate=0.1, curve=rising(0.9))
+        write(tmp_path / "runs", "trace", seed=seed, rate=0.2, curve=rising(0.5))
+        write(tmp_path / "runs", "grpo", seed=seed, rate=0.3)
+    runs, sweep = (load([tmp_path / name])[0] for name in ("runs", "sweep"))
+    summary = summarise(runs, sweep)["chain"]
+    choices = {choice.method: choice for choice in summary.choices}
+    assert choices["trace"].best == 0.2 and list(choices["trace"].scores[0.2]) == [100, 101]
+    assert choices["grpo"].best == 0.3 and choices["grpo"].edge == "one rate"
+    assert [run.seed for run in summary.runs["trace"]] == [0, 1]
+    assert summary.main["trace"]["success_at_leaves"].median == pytest.approx(0.5)
+    # Without it the runs themselves decide
+    assert {c.method: c.best for c in summarise(runs)["chain"].choices}["trace"] == 0.1
+
+
+def test_a_method_without_runs_at_the_rate_of_the_sweep_is_named(tmp_path):
+    write(tmp_path / "sweep", "trace", seed=100, rate=0.2)
+    write(tmp_path / "runs", "trace", rate=0.1)
+    write(tmp_path / "runs", "grpo")
+    summary = summarise(load([tmp_path / "runs"])[0], load([tmp_path / "sweep"])[0])["chain"]
+    assert list(summary.runs) == ["grpo"]
+    assert "Left out, without a run of the whole budget at its best learning rate: TRACE." in summary.notes
+
+
 def test_seconds_leave_the_first_steps_out(tmp_path):
     write(tmp_path, "trace", seed=0, seconds=[90, 80, 2, 4])
     write(tmp_path, "trace", seed=1, seconds=[90, 80, 4, 6])
@@ -249,14 +277,24 @@ def test_seconds_leave_the_first_steps_out(tmp_path):
 
 
 def test_calibration_by_depth_and_half(tmp_path):
-    first, last = {"brier": 0.3, "brier_depth_0": 0.2}, {"brier": 0.1, "auroc": 0.8, "auroc_depth_2": 0.7}
-    write(tmp_path, "trace", predictor=[{}, first, {**first, "brier": 0.2}, last])
+    # Depth, value, outcome of every anchor, by step; the first one saw none
+    steps = [[], [(0, 0.5, 1)], [(0, 0.5, 0), (2, 0.9, 1)], [(0, 0.25, 0), (2, 0.6, 0), (2, 0.7, 1)]]
+    write(tmp_path, "trace", predictions=steps)
     found = summary_of(tmp_path).numbers["calibration"]
     assert list(found) == ["all", "roots", "depth 2"]
-    assert [spread.median for spread in found["all"]["brier"]] == pytest.approx([0.2, 0.3, 0.15])
-    assert [spread.median for spread in found["all"]["auroc"]][::2] == pytest.approx([0.8, 0.8])
-    assert not found["all"]["auroc"][1]
-    assert "| depth 2 | – | – | 0.700 | –, – | –, – | –, 0.700 |" in calibration_table(summary_of(tmp_path))
+    # Halves: steps 1 and 2, steps 3 and 4
+    squares = [[0.25], [0.25, 0.01, 0.0625, 0.36, 0.09]]
+    means = [sum(map(sum, squares)) / 6, 0.25, sum(squares[1]) / 5]
+    assert [spread.median for spread in found["all"]["brier"]] == pytest.approx(means)
+    # Of the values 0.5, 0.9, 0.7 of successes and 0.5, 0.25, 0.6 of failures, 7.5 of 9 pairs are in order
+    assert [spread.median for spread in found["all"]["auroc"]][::2] == pytest.approx([7.5 / 9, 1.0])
+    assert not found["all"]["auroc"][1]  # one outcome only
+    assert found["depth 2"]["auroc"][0].median == 1.0
+    # Pooled: 0.5 was right half of the time, which no step by itself shows
+    assert found["roots"]["ece"][0].median == pytest.approx(0.25 / 3)
+    assert "| depth 2 | 0.153 | 0.333 | 1.000 | –, 0.153 | –, 0.333 | –, 1.000 |" in calibration_table(
+        summary_of(tmp_path)
+    )
 
 
 def test_ablations_are_cut_to_the_smallest_budget(tmp_path):
@@ -397,7 +435,7 @@ def strictly(constant):
 
 def test_everything_at_once(tmp_path, capsys):
     tree = {"budget_by_depth": {"0": 4, "1": 3, "2": 1}}
-    scores = {"predictor": {"brier": 0.2, "auroc": 0.7, "brier_depth_0": 0.2, "auroc_depth_0": 0.7}}
+    scores = {"predictions": ((0, 0.3, 0), (0, 0.6, 1))}
     for seed in range(2):
         for method in TITLES:
             more = {"trace": tree | scores, "uniform": tree}.get(method, {})
@@ -425,7 +463,8 @@ def test_everything_at_once(tmp_path, capsys):
     assert found["chain"]["tokens_to"]["grpo"]["100%"]["tokens"]["median"] == "never"
     assert found["hops"]["claims"]["D1"]["verdict"] == "undecided"
     printed = capsys.readouterr().out
-    assert "Complete runs: 25. Incomplete files, left out: 0." in printed
+    complete = 2 * len(TITLES) + 2 + 1  # of chain: every method and an ablation, twice; of hops one
+    assert f"Complete runs: {complete}. Incomplete files, left out: 0." in printed
     assert "D1 chain: not met: TRACE 0.500" in printed
 
 

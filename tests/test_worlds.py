@@ -187,7 +187,7 @@ def test_certainties_reach_both_allocations(monkeypatch, learned):
         solve = getattr(allocation, name)
 
         def watched(*args, solve=solve, seen=seen):
-            seen.append(list(args[-1]))
+            seen.append(list(args[4]))
             return solve(*args)
 
         monkeypatch.setattr(allocation, name, watched)

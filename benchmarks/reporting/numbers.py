@@ -23,6 +23,8 @@ TITLES = {
     "trace": "TRACE",
     "trace_oracle": "TRACE, exact values",
     "trace_constant": "TRACE, 0.5 for every value",
+    "trace_oracle_headroom": "TRACE, exact values, headroom 2",
+    "trace_certainty": "TRACE, certainties, 128 passes",
 }
 LEVELS = (0.5, 0.8, 1.0)  # of GRPO's final success
 SCORES = {"brier": "Brier", "ece": "ECE", "auroc": "AUROC"}
@@ -126,34 +128,45 @@ def covering(runs: Iterable[Run], budget: Budget) -> list[Run]:
     return [run for run in runs if run.budget.covers(budget)]
 
 
-def choose(runs: Iterable[Run]) -> list[Choice]:
-    """Picks the learning rate of every method and its options, from the runs of one world."""
-    groups: dict[tuple[str, Options], dict[float, list[Run]]] = {}
+Groups = dict[tuple[str, Options], dict[float, list[Run]]]
+
+
+def grouped(runs: Iterable[Run]) -> Groups:
+    groups: Groups = {}
     for run in runs:
         groups.setdefault((run.method, run.options), {}).setdefault(run.learning_rate, []).append(run)
+    return groups
+
+
+def choose(runs: Iterable[Run], sweep: Iterable[Run] = ()) -> list[Choice]:
+    """Picks the learning rate of every method and its options, from the runs of one world.
+
+    Args:
+        sweep: runs that decide instead, where they have the method: those that are shown then had no part in it.
+    """
+    groups, swept = grouped(runs), grouped(sweep)
     order = [*TITLES, *sorted({method for method, _ in groups} - set(TITLES))]
     choices = []
     for method, options in sorted(groups, key=lambda group: (order.index(group[0]), group[1])):
-        rates = groups[method, options]
+        rates = swept.get((method, options)) or groups[method, options]
         budget = common_budget(rates.values())
         scores = {rate: by_seed(covering(rates[rate], budget), Run.mean_success, budget) for rate in sorted(rates)}
         best = max((spread.median, -rate, rate) for rate, spread in scores.items())[-1]
         at_edge = best in (min(scores), max(scores))
         edge = "one rate" if len(scores) == 1 else "edge!" if at_edge else "inside"
-        choices.append(Choice(method, options, scores, best, edge, rates[best]))
+        choices.append(Choice(method, options, scores, best, edge, groups[method, options].get(best, [])))
     return choices
 
 
 def calibration(runs: list[Run], steps: int) -> dict[str, dict[str, list[Spread]]]:
-    """Scores of the predictor by anchor, each over the whole training and its halves."""
-    keys = {key for run in runs for record in run.records for key in record.get("predictor", {})}
-    depths = sorted({int(key.rpartition("_")[2]) for key in keys if "_depth_" in key})
-    anchors = {"all": ""} | {f"depth {depth}" if depth else "roots": f"_depth_{depth}" for depth in depths}
+    """Scores of the predictor by anchor, each over all predictions of the whole training and of its halves."""
+    depths = sorted({depth for run in runs for depth, _, _ in run.predictions(1, steps)})
+    anchors: dict[str, int | None] = {"all": None} if depths else {}
+    anchors |= {f"depth {depth}" if depth else "roots": depth for depth in depths}
     parts = (1, steps), (1, steps // 2), (steps // 2 + 1, steps)
     return {
-        anchor: {name: [by_seed(runs, Run.score, name + suffix, *part) for part in parts] for name in SCORES}
-        for anchor, suffix in anchors.items()
-        if keys
+        anchor: {name: [by_seed(runs, Run.score, name, depth, *part) for part in parts] for name in SCORES}
+        for anchor, depth in anchors.items()
     }
 
 
@@ -211,20 +224,24 @@ class Summary:
         return {method: self.main[method][measure].median for method in methods}
 
 
-def summarise(runs: Iterable[Run]) -> dict[str, Summary]:
-    """A summary of every world that has runs."""
+def summarise(runs: Iterable[Run], sweep: Iterable[Run] = ()) -> dict[str, Summary]:
+    """A summary of every world that has runs. `sweep` are runs that the learning rates are chosen by."""
     worlds: dict[str, list[Run]] = {}
     for run in runs:
         worlds.setdefault(run.world, []).append(run)
-    return {world: summarise_world(world, worlds[world]) for world in sorted(worlds)}
+    sweep = list(sweep)
+    return {
+        world: summarise_world(world, worlds[world], [run for run in sweep if run.world == world])
+        for world in sorted(worlds)
+    }
 
 
-def summarise_world(world: str, every: list[Run]) -> Summary:
-    if len({(run.budget.leaves, run.budget.group) for run in every}) > 1:
+def summarise_world(world: str, every: list[Run], sweep: list[Run]) -> Summary:
+    if len({(run.budget.leaves, run.budget.group) for run in [*every, *sweep]}) > 1:
         raise ValueError(f"Runs of {world} differ in leaves per step or in group size: they cannot be compared.")
-    choices = choose(every)
+    choices = choose(every, sweep)
     plain = [choice for choice in choices if not choice.options]
-    budget = common_budget([[run for choice in plain or choices for run in choice.runs]])
+    budget = common_budget([[run for choice in plain or choices for run in choice.runs] or every])
     runs = {choice.method: covering(choice.runs, budget) for choice in plain}
     runs = {method: found for method, found in runs.items() if found}
     main = {method: measures(found, budget) for method, found in runs.items()}
@@ -266,7 +283,8 @@ def summarise_world(world: str, every: list[Run]) -> Summary:
         numbers["gap_closed_by_seed"] = paired(share_of_gap, *ratios)
     if {"trace", "grpo_trl"} <= runs.keys():
         numbers["seconds_to_trl"] = paired(divide, *(numbers["seconds"][m]["step"] for m in ("trace", "grpo_trl")))
-    return Summary(world, budget, choices, runs, main, numbers, notes(plain, runs, budget), commands_of(every))
+    commands = commands_of([*sweep, *every])
+    return Summary(world, budget, choices, runs, main, numbers, notes(plain, runs, budget), commands)
 
 
 def share_of_gap(value: float, bottom: float, top: float) -> float:

@@ -13,8 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from trace_trl.metrics import auroc, brier_score, expected_calibration_error
+
 
 WARM_UP = 2  # steps that the wall clock leaves out
+SCORERS = {"brier": brier_score, "ece": expected_calibration_error, "auroc": auroc}
 
 Options = tuple[tuple[str, str], ...]
 Record = dict[str, Any]
@@ -84,10 +87,16 @@ class Run:
         times = [after["seconds"] / (self.budget.leaves if per_leaf else 1) for _, after in steps]
         return statistics.median(times) if times else math.nan
 
-    def score(self, key: str, first: int, last: int) -> float:
-        """Mean of a score of the predictor over these steps."""
+    def predictions(self, first: int, last: int) -> list[tuple[int, float, int]]:
+        """Depth, predicted value and outcome of every anchor of these steps' bare rollouts."""
         records = (record for record in self.records if first <= record["step"] <= last)
-        return mean(record.get("predictor", {}).get(key, math.nan) for record in records)
+        return [tuple(found) for record in records for found in record.get("predictions", [])]
+
+    def score(self, name: str, depth: int | None, first: int, last: int) -> float:
+        """A score of the predictor over all predictions of these steps, or those at a depth. Pooled, since the mean of
+        calibration errors of few predictions each is too large."""
+        pairs = [(value, outcome) for at, value, outcome in self.predictions(first, last) if depth in (None, at)]
+        return SCORERS[name](*zip(*pairs, strict=True)) if pairs else math.nan
 
 
 def read_run(path: Path, folder: Path) -> Run | None:

@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trace_trl import TRACEConfig, TRACETrainer
 from trace_trl.metrics import mixed_anchor_counts
+from trace_trl.reports import predictions
 from trace_trl.tree import RolloutTree, Turn
 
 from . import WORLDS
@@ -103,6 +104,7 @@ class Meter(TrainerCallback):
         self.generation: Record = {}  # what the trainer tells of the step's generation
         self.tokens = 0
         self.leaves = 0  # discarded ones included
+        self.spent_measuring = 0.0  # seconds of the step that are not the trainer's
         self._started = 0.0
 
     def success(self, model: Any) -> Record:
@@ -120,10 +122,11 @@ class Meter(TrainerCallback):
         self.write({"step": 0, "tokens": 0, "leaves": 0, **self.success(model)})
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.spent_measuring = 0.0
         self._started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        seconds = time.perf_counter() - self._started
+        seconds = time.perf_counter() - self._started - self.spent_measuring
         self.tokens += self.generation["sampled_tokens"]
         self.leaves += self.budget.leaves + self.generation["discarded_leaves"]
         record = {"step": state.global_step, "tokens": self.tokens, "leaves": self.leaves}
@@ -148,6 +151,7 @@ class MeasuredTrainer(TRACETrainer):
 
     def _log_rollouts(self, mode: str, trees: list[RolloutTree], stats: Any) -> None:
         super()._log_rollouts(mode, trees, stats)
+        started = time.perf_counter()
         logged = {key: values[-1] for key, values in self._metrics[mode].items() if values}
         counts = [mixed_anchor_counts(tree, self.args.success_threshold) for tree in trees]
         self._meter.generation = {
@@ -166,7 +170,23 @@ class MeasuredTrainer(TRACETrainer):
                 for key, value in logged.items()
                 if key.startswith("predictor/") and not math.isnan(value)
             },
+            "predictions": [
+                (depth, round(value, 4), int(outcome)) for tree in trees for depth, value, outcome in predictions(tree)
+            ],
+            "roots": self._roots(trees),
         }
+        self._meter.spent_measuring += time.perf_counter() - started
+
+    def _roots(self, trees: list[RolloutTree]) -> list[tuple[float, float, int, int]]:
+        """Of every prompt its exact and its predicted chance of success, its leaves, and those that succeeded."""
+        rows = [tree.example for tree in trees]
+        exact = [chances[0] for chances in success_chances(self.model, self._meter.paths, rows)]
+        found = []
+        for tree, chance in zip(trees, exact, strict=True):
+            successes = [leaf.leaf.success for leaf in tree.leaves() if leaf.leaf is not None]
+            value = math.nan if tree.root.value is None else tree.root.value
+            found.append((round(chance, 4), round(value, 4), len(successes), sum(map(bool, successes))))
+        return found
 
 
 def branching_depths(trees: Sequence[RolloutTree]) -> dict[str, int]:
