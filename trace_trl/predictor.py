@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -372,6 +371,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
     """The module whose first output is the last hidden state, under whatever wraps the model (DDP, PEFT)."""
     while hasattr(model, "module"):
         model = model.module
-    if is_peft_model(model):
-        model = model.get_base_model()
+    # Not accelerate's `is_peft_model`: it searches the installed packages each time, longer than a small model's pass
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # type: ignore[operator]
     return model.get_decoder()
