@@ -167,7 +167,8 @@ def gather_groups(rows: Rows) -> tuple[list[bool], list[float]]:
     """Of each row, rows of all processes: whether the rewards of its prompt's leaves are all equal, and the advantage
     of its last turn, for tables that hold one number per completion. Gathers.
     """
-    std = {id(tree): reward_statistics(tree)[tree.root].std for tree, _ in rows.leaves}
+    trees = {id(tree): tree for tree, _ in rows.leaves}
+    std = {key: reward_statistics(tree)[tree.root].std for key, tree in trees.items()}
     everyone = gather_object([(std[id(tree)] < 1e-8, turn.advantage) for tree, turn in rows.leaves])
     return [zero for zero, _ in everyone], [advantage for _, advantage in everyone]
 
