@@ -324,9 +324,13 @@ class HiddenStates:
             for start in range(0, passes * self.batch_size, self.batch_size):
                 batch = order[start : start + self.batch_size]
                 self._forward(model, [sequences[index] for index in batch] or [[self.pad_token_id]])
-                for row, index in enumerate(batch):
-                    wanted = torch.tensor(list(positions[index]), dtype=torch.long, device=hidden[0].device)
-                    features[index] = hidden[0][row, wanted].float().cpu()
+                counts = [len(positions[index]) for index in batch]
+                rows = [row for row, count in enumerate(counts) for _ in range(count)]
+                wanted = [position for index in batch for position in positions[index]]
+                where = torch.tensor([rows, wanted], dtype=torch.long, device=hidden[0].device)
+                # Copied from the device once, not once per sequence
+                states = hidden[0][where[0], where[1]].float().cpu()
+                features.update(zip(batch, states.split(counts), strict=True))
                 hidden.clear()
         return [features[index] for index in range(len(sequences))]
 
