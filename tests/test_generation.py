@@ -1,6 +1,6 @@
 """One round of generation: exact lengths, stop strings, limits, and both of transformers' ways to generate."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toys import chat_dataset, make_model, make_tokenizer, make_trainer, string_dataset, unusual, usual
-from trace_trl import StepResult
+from trace_trl import StepResult, generation
 from trace_trl.generation import Request, Sample, TurnStopStrings, row_lengths, stop_string_end
 
 
@@ -258,6 +258,36 @@ def test_generation_leaves_the_mode_and_the_configuration_as_they_were(generator
     assert trainer.model.training is training
     assert (trainer.generation_config.to_dict(), trainer.model.generation_config.to_dict()) == before
     trainer.model.train()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("of an environment")])
+def test_rounds_unwrap_the_model_once_and_wrap_it_again_whatever_happens(generator, monkeypatch, error):
+    trainer = generator.trainer
+    model, unwrap, unwrapped = trainer.model, trainer.accelerator.unwrap_model, []
+    monkeypatch.setattr(trainer.accelerator, "unwrap_model", lambda *a, **k: unwrapped.append(a) or unwrap(*a, **k))
+    model.gradient_checkpointing_enable()
+    try:
+        with pytest.raises(ValueError) if error else nullcontext(), generator.rounds():
+            assert not model.is_gradient_checkpointing
+            for _ in range(3):
+                (turn,) = sample(generator, [[9]], [RED + [END]], [5])
+                assert turn.token_ids == RED + [END]
+            if error:
+                raise error
+        assert model.is_gradient_checkpointing and len(unwrapped) == 1
+        sample(generator, [[9]], [RED + [END]], [5])
+        assert model.is_gradient_checkpointing and len(unwrapped) == 2
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def test_sharded_weights_are_gathered_in_each_round_alone(generator, monkeypatch):
+    trainer = generator.trainer
+    unwrapped = []
+    monkeypatch.setattr(trainer, "_dist", SimpleNamespace(is_zero3=True))
+    monkeypatch.setattr(generation, "unwrap_model_for_generation", lambda *a, **k: unwrapped.append(a))
+    with generator.rounds():
+        assert not unwrapped and generator._model is None
 
 
 def test_rows_other_than_asked_for_are_refused(generator, monkeypatch):

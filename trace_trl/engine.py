@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -163,6 +164,8 @@ class TreeRolloutEngine:
         tools (`Callable[[RolloutTree], list]`, *optional*): tools a prompt was rendered with, for parsing its turns.
         progress (`Callable[[Stats, int, int], None]`, *optional*): called after every round with leaves done and
             wanted.
+        rounds (`Callable[[], AbstractContextManager]`, *optional*): what the generator wants around all rounds of a
+            run.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class TreeRolloutEngine:
         sync: Sync | None = None,
         tools: Callable[[RolloutTree], list | None] = lambda tree: None,
         progress: Callable[[Stats, int, int], None] | None = None,
+        rounds: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         self.generate = generate
         self.codec = codec
@@ -196,6 +200,7 @@ class TreeRolloutEngine:
         self.sync = sync or OneProcess()
         self.tools = tools
         self.progress = progress
+        self.rounds = rounds
         self._warned = False
 
     def reset(self, examples: Sequence[tuple[dict[str, Any], Any]]) -> list[Episode]:
@@ -217,7 +222,7 @@ class TreeRolloutEngine:
         """
         run = _Run(self, list(plans), list(reserves), np.random.default_rng(seed))
         try:
-            with _collecting_rarely:
+            with _collecting_rarely, self.rounds():
                 return run.play()
         except _Uncommunicable as error:
             run.abandon()

@@ -9,8 +9,8 @@ Contexts and turns are token ids. A turn ends with an end-of-turn token, with a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,6 +63,23 @@ class TransformersGenerator:
         self.trainer = trainer
         self.stop_strings = list(stop_strings or [])
         self._stop: TurnStopStrings | None = None
+        self._model: Any = None  # the unwrapped model while `rounds` lasts
+
+    @contextmanager
+    def rounds(self) -> Iterator[None]:
+        """Around several rounds: the model is unwrapped once for all of them, and wrapped again whatever happens."""
+        # Sharded weights are gathered while the model is unwrapped: only as long as a round takes
+        if self.trainer._dist.is_zero3:
+            yield
+            return
+        unwrapped = self._unwrapped()
+        self._model = unwrapped.__enter__()
+        try:
+            yield
+        finally:
+            self._model = None
+            # Without the error: TRL's would then leave gradient checkpointing disabled
+            unwrapped.__exit__(None, None, None)
 
     def __call__(self, requests: Sequence[Request]) -> list[Sample]:
         trainer = self.trainer
@@ -82,14 +99,18 @@ class TransformersGenerator:
             for (ids, stopped), request in zip(rows, requests, strict=True)
         ]
 
-    def _unwrapped(self, **kwargs: Any) -> AbstractContextManager[Any]:
+    def _unwrapped(self) -> AbstractContextManager[Any]:
         trainer = self.trainer
+        if self._model is not None:
+            return nullcontext(self._model)
+        batched = trainer.use_transformers_continuous_batching
         return unwrap_model_for_generation(
             trainer.model_wrapped,
             trainer.accelerator,
             gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
             gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-            **kwargs,
+            # TRL passes its own settings in place of the model's generation config (huggingface/transformers#42762)
+            generation_kwargs=None if batched else trainer.generation_kwargs,
         )
 
     def _generate_padded(self, contexts: list[list[int]], config: Any) -> list[tuple[list[int], bool]]:
@@ -103,8 +124,7 @@ class TransformersGenerator:
         stop = self._stop_strings(start)
         with (
             profiling_context(trainer, "transformers.generate"),
-            # TRL passes its own settings in place of the model's generation config (huggingface/transformers#42762)
-            self._unwrapped(generation_kwargs=trainer.generation_kwargs) as model,
+            self._unwrapped() as model,
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
         ):

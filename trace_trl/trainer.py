@@ -248,8 +248,10 @@ class TRACETrainer(GRPOTrainer):
         )
         if self.tools or self.env_step is not None:
             codec.check("tool" if self.tools else "user")
+        generator = TransformersGenerator(self, args.turn_stop_strings)
         return TreeRolloutEngine(
-            generate=TransformersGenerator(self, args.turn_stop_strings),
+            generate=generator,
+            rounds=generator.rounds,
             codec=codec,
             environment=make_environment(self, codec, self._event_loop),
             score=self.scorer,
