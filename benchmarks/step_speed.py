@@ -9,7 +9,8 @@ TRL's trainer plays a world in two ways: by a rollout that was written for it by
 
 Runs take turns, one at a time and all in one process: A B C D A B C D .. A ratio compares two runs of one repeat, so
 what slows the machine down for a while slows both down; it is given with the least and the most of all repeats. The
-first step of a run is left out: it makes what later ones use again.
+same of CPU seconds tells whether other work on the machine had a part in it. The first step of a run is left out: it
+makes what later ones use again.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,13 +43,15 @@ PARTS = ("sampling", "predictor", "rest of rollout", "training")
 
 @dataclass(frozen=True)
 class Timing:
-    """A run's seconds, one entry per measured step; `parts` add up to `steps`."""
+    """A run's seconds, one entry per measured step: `parts` add up to `steps`; `cpu`, what the process computed, is
+    about the same where it need not wait for others."""
 
     world: str
     method: str
     repeat: int
     leaves: int
     steps: list[float]
+    cpu: list[float]
     parts: dict[str, list[float]]
 
 
@@ -96,7 +100,7 @@ def measure(world: str, method: str, repeat: int, steps: int, leaves: int | None
 
     run = equal_cost.Run(world, method, repeat, equal_cost.BEST_RATES[world][method])
     budget = replace(run.budget, leaves=leaves or run.budget.leaves, steps=steps + 1, tokens=0)
-    stopwatch, records, parts = Stopwatch(), [], []
+    stopwatch, records, parts, ends = Stopwatch(), [], [], []
 
     def prepared(trainer: Any) -> None:
         stopwatch.watch(trainer, "_generate_and_score_completions", "rollout")
@@ -106,6 +110,7 @@ def measure(world: str, method: str, repeat: int, steps: int, leaves: int | None
 
     def write(record: dict[str, Any]) -> None:
         watched = stopwatch.take()
+        ends.append(time.process_time())
         if record["step"] > 1:
             records.append(record)
             parts.append(split(record, watched))
@@ -122,16 +127,16 @@ def measure(world: str, method: str, repeat: int, steps: int, leaves: int | None
         repeat,
         budget.leaves,
         [record["seconds"] for record in records],
+        [end - start for start, end in itertools.pairwise(ends)][1:],
         {part: [found[part] for found in parts] for part in PARTS},
     )
 
 
 def measure_all(
     worlds: Sequence[str], methods: Sequence[str], repeats: int, steps: int, leaves: int | None
-) -> list[Timing]:
+) -> Iterator[Timing]:
     """All runs, taking turns, in one process."""
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1")
-    timings = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=equal_cost.prepare) as pool:
         for repeat in range(repeats):
@@ -140,8 +145,7 @@ def measure_all(
                     timing = pool.submit(measure, world, method, repeat, steps, leaves).result()
                     seconds = statistics.median(timing.steps)
                     print(f"{repeat + 1} of {repeats}  {world:6} {method:11} {seconds:6.2f} s a step", flush=True)
-                    timings.append(timing)
-    return timings
+                    yield timing
 
 
 # Statistics
@@ -154,7 +158,7 @@ def spread(numbers: Sequence[float]) -> dict[str, float]:
 def summarise(timings: Sequence[Timing]) -> dict[str, Any]:
     """
     Of every world, `methods`: seconds of a step, of a leaf, of the parts of a step; `ratios`: of the steps of every
-    method to those of each baseline, repeat by repeat.
+    method to those of each baseline, repeat by repeat; `cpu_ratios`: the same of CPU seconds.
 
     A run counts by the median of its steps, so that one that was held up does not.
     """
@@ -168,10 +172,15 @@ def summarise(timings: Sequence[Timing]) -> dict[str, Any]:
             method: {repeat: statistics.median(timing.steps) for repeat, timing in found.items()}
             for method, found in runs.items()
         }
+        cpu = {
+            method: {repeat: statistics.median(timing.cpu) for repeat, timing in found.items()}
+            for method, found in runs.items()
+        }
         methods = {
             method: {
                 "step": spread(list(step[method].values())),
                 "leaf": spread([step[method][repeat] / timing.leaves for repeat, timing in found.items()]),
+                "cpu": spread(list(cpu[method].values())),
                 "parts": {
                     part: statistics.median(statistics.median(timing.parts[part]) for timing in found.values())
                     for part in PARTS
@@ -179,27 +188,32 @@ def summarise(timings: Sequence[Timing]) -> dict[str, Any]:
             }
             for method, found in runs.items()
         }
-        ratios = {
-            f"{method} / {baseline}": spread([step[method][r] / step[baseline][r] for r in step[method]])
-            for baseline in BASELINES
-            if baseline in step
-            for method in step
-            if method != baseline
-        }
-        worlds[world] = {"methods": methods, "ratios": ratios}
+        pairs = [(method, baseline) for baseline in BASELINES for method in runs if method != baseline]
+        ratios, cpu_ratios = (
+            {
+                f"{method} / {baseline}": spread([of[method][repeat] / of[baseline][repeat] for repeat in both])
+                for method, baseline in pairs
+                if (both := of[method].keys() & of.get(baseline, {}).keys())
+            }
+            for of in (step, cpu)
+        )
+        worlds[world] = {"methods": methods, "ratios": ratios, "cpu_ratios": cpu_ratios}
     return worlds
 
 
 def show(summary: dict[str, Any]) -> str:
     lines = []
     for world, found in summary.items():
-        head = f"{world:<13}{'s / step':>10}{'ms / leaf':>11}" + "".join(f"{part:>17}" for part in PARTS)
+        head = f"{world:<13}{'s / step':>10}{'CPU s':>8}{'ms / leaf':>11}" + "".join(f"{part:>17}" for part in PARTS)
         lines += ["", head]
         for method, numbers in found["methods"].items():
-            row = f"{method:<13}{numbers['step']['median']:>10.3f}{1000 * numbers['leaf']['median']:>11.2f}"
+            row = f"{method:<13}{numbers['step']['median']:>10.3f}"
+            row += f"{numbers['cpu']['median']:>8.3f}{1000 * numbers['leaf']['median']:>11.2f}"
             lines.append(row + "".join(f"{numbers['parts'][part]:>17.3f}" for part in PARTS))
         for name, ratio in found["ratios"].items():
-            lines.append(f"{name:<25}{ratio['median']:>6.2f}   {ratio['least']:.2f}..{ratio['most']:.2f}")
+            cpu = found["cpu_ratios"][name]
+            parts = [f"{r['median']:>6.2f}   {r['least']:.2f}..{r['most']:.2f}" for r in (ratio, cpu)]
+            lines.append(f"{name:<25}{parts[0]}   CPU {parts[1]}")
     return "\n".join(lines[1:])
 
 
@@ -212,8 +226,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
     parser.add_argument("--leaves", type=int, help="of a step, instead of the benchmark's")
     options = parser.parse_args(arguments)
-    timings = measure_all(options.worlds, options.methods, options.repeats, options.steps, options.leaves)
-    summary = summarise(timings)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    timings: list[Timing] = []
+    for timing in measure_all(options.worlds, options.methods, options.repeats, options.steps, options.leaves):
+        timings.append(timing)
+        summary = summarise(timings)
+        if options.out is not None:  # after every run: what is there when it is stopped early can be used
+            runs = [asdict(timing) for timing in timings]
+            options.out.write_text(json.dumps({"summary": summary, "runs": runs}, indent=1) + "\n")
     print(
         f"\nMedians of {options.repeats} runs of {options.steps} steps; ratios with the least and the most of them\n"
     )
@@ -224,10 +245,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if ratio is not None:
                 word = "below" if ratio["median"] < BOUND else "not below"
                 print(f"{world}: trace takes {ratio['median']:.2f} of {baseline}, {word} {BOUND:g}")
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        runs = [asdict(timing) for timing in timings]
-        options.out.write_text(json.dumps({"summary": summary, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from step_speed import PARTS, Stopwatch, Timing, measure, show, split, summarise
 
 
 def timing(method, repeat, *steps, world="chain", part=0.25):
-    return Timing(world, method, repeat, 10, list(steps), {name: [part * step for step in steps] for name in PARTS})
+    parts = {name: [part * step for step in steps] for name in PARTS}
+    return Timing(world, method, repeat, 10, list(steps), [step / 2 for step in steps], parts)
 
 
 # The machine is twice as slow in the second repeat; one step of a run is held up
@@ -36,6 +37,7 @@ def test_ratios_compare_runs_of_one_repeat():
     assert ratios["trace / grpo_trl"] == pytest.approx({"median": 0.775, "least": 0.75, "most": 0.8})
     assert ratios["trace / grpo_tools"] == pytest.approx({"median": 0.3875, "least": 0.375, "most": 0.4})
     assert ratios["grpo_tools / grpo_trl"] == {"median": 2.0, "least": 2.0, "most": 2.0}
+    assert summarise(FAKES)["chain"]["cpu_ratios"] == ratios  # half of both
     # Repeats by number, not by place
     assert summarise(FAKES[::-1])["chain"]["ratios"] == ratios
 
@@ -52,6 +54,8 @@ def test_worlds_are_apart_and_baselines_that_did_not_run_are_left_out():
     assert list(found["methods"]) == ["grpo_trl", "trace"]
     assert found["ratios"] == {"trace / grpo_trl": {"median": 0.5, "least": 0.5, "most": 0.5}}
     assert summarise([timing("trace", 0, 1.0)])["chain"]["ratios"] == {}
+    # A repeat that is not over
+    assert summarise([*FAKES, timing("trace", 2, 9.0)])["chain"]["ratios"] == summarise(FAKES)["chain"]["ratios"]
 
 
 def test_parts_add_up_to_the_step():
@@ -89,6 +93,7 @@ def test_a_run_is_measured_in_all_its_parts(method):
     for step, *parts in zip(found.steps, *(found.parts[name] for name in PARTS), strict=True):
         assert sum(parts) == pytest.approx(step) and min(parts) >= 0
     assert (sum(found.parts["predictor"]) > 0) == (method == "trace")
+    assert len(found.cpu) == 2 and min(found.cpu) > 0
     assert min(found.parts["sampling"] + found.parts["training"]) > 0
     json.dumps(summarise([found]))
 
@@ -97,7 +102,7 @@ def test_the_table_names_all_methods_and_ratios():
     lines = show(summarise(FAKES)).splitlines()
     rows = [line.split()[0] for line in lines if line and "/" not in line]
     assert rows == ["grpo_trl", "grpo_tools", "trace", "grpo_trl", "trace"]
-    assert f"{'grpo_tools / grpo_trl':<25}  2.00   2.00..2.00" in lines
+    assert f"{'grpo_tools / grpo_trl':<25}  2.00   2.00..2.00   CPU   2.00   2.00..2.00" in lines
 
 
 def test_runs_take_turns(monkeypatch, tmp_path, capsys):
