@@ -1,6 +1,8 @@
 """The worlds of the benchmark, their policies, and runs in them."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import random
@@ -17,6 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import equal_cost  # noqa: E402
 from worlds import WORLDS  # noqa: E402
 from worlds.policy import RightPaths, load, make_tokenizer, success_chances  # noqa: E402
+from worlds.tool_loop import WorldEnvironment, make_chat_tokenizer, turn_starts  # noqa: E402
 from worlds.training import ExactValues, branching_depths, train  # noqa: E402
 
 from trace_trl import allocation  # noqa: E402
@@ -154,13 +157,13 @@ def tiny(world="chain"):
     return dataclasses.replace(equal_cost.BUDGETS[world], leaves=24, steps=2, tokens=10)
 
 
-def records_of(method, world="chain", **options):
+def records_of(method, world="chain", prepared=None, **options):
     records = []
-    train(world, {**equal_cost.METHODS[method], **options}, 0, 1e-3, tiny(world), records.append)
+    train(world, {**equal_cost.METHODS[method], **options}, 0, 1e-3, tiny(world), records.append, prepared)
     return records
 
 
-@pytest.mark.parametrize("method", [m for m in equal_cost.METHODS if m not in ("grpo", "grpo_trl")])
+@pytest.mark.parametrize("method", [m for m in equal_cost.METHODS if m not in ("grpo", "grpo_trl", "grpo_tools")])
 def test_every_method_trains_and_tells(method):
     first, *steps = records_of(method)
     assert [record["step"] for record in (first, *steps)] == [0, 1, 2]
@@ -204,6 +207,75 @@ def test_grpo_is_trls(world):
     ours, theirs = records_of("grpo", world), records_of("grpo_trl", world)
     keys = ("success", "tokens", "effective_ratio", "mixed_anchors", "train_success")
     assert [[r.get(k) for k in keys] for r in ours] == [[r.get(k) for k in keys] for r in theirs]
+
+
+def test_conversations_are_rendered_and_parsed_in_the_worlds_own_words(world, policies):
+    plain = policies[world.name][1]
+    tokenizer = make_chat_tokenizer(world, plain)
+    tools = [WorldEnvironment(world).act]
+    for row in world.rows(20, "conversations"):
+        observations, _ = world.play(row, world.right_turns(row))
+        messages, text = [{"role": "user", "content": row["prompt"]}], row["prompt"]
+        for turn, observation in zip(world.right_turns(row), observations, strict=True):
+            prefix = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+            assert prefix == plain(text)["input_ids"]
+            ids = plain(f"{turn} {world.end}")["input_ids"]
+            message = tokenizer.parse_response(ids, prefix=prefix, tools=tools)
+            if turn.startswith("answer"):
+                assert "tool_calls" not in message and message["content"] == f"{turn} {world.end}"
+            else:
+                (call,) = message["tool_calls"]
+                assert call["function"] == {"name": "act", "arguments": {"words": turn}}
+            messages += [message, {"role": "tool", "name": "act", "content": observation}]
+            text += f" {turn} {world.end} {observation}"
+            # One that was cut off calls nothing
+            assert "tool_calls" not in tokenizer.parse_response(ids[:-1], prefix=prefix, tools=tools)
+    # What is no answer is shown to the world, whatever it is
+    odd = ("of of", "answer[", "answer[ <pad>", "answer[ mother") if world.name == "hops" else ("s003", "<pad>")
+    for words in ("", *odd):
+        ids = plain(f"{words} {world.end}")["input_ids"]
+        (call,) = tokenizer.parse_response(ids, prefix=[3], tools=tools)["tool_calls"]
+        assert call["function"]["arguments"]["words"] == words
+
+
+def test_turns_of_a_completion_start_behind_observations():
+    assert turn_starts([5, 9, 6, 6, 9, 9, 7, 5, 9], [3, 0], 9) == [0, 5, 6]
+
+
+@pytest.mark.parametrize("world", sorted(WORLDS))
+def test_trls_tool_loop_plays_the_same_episodes(world):
+    """Token by token those of the hand-written rollout, in the world's own language, and the same training."""
+    played: dict[str, list] = {"grpo_trl": [], "grpo_tools": []}
+
+    def watch(method, trainer):
+        generate = trainer._generate
+
+        def watched(prompts):
+            output = generate(prompts)
+            played[method].append(output[:3])
+            return output
+
+        trainer._generate = watched
+
+    records = {method: records_of(method, world, functools.partial(watch, method)) for method in played}
+    assert played["grpo_tools"] == played["grpo_trl"] and len(played["grpo_tools"]) == 2
+    for record in (record for method in played for record in records[method]):
+        record.pop("seconds", None)
+    assert records["grpo_tools"] == records["grpo_trl"]
+    made, tokenizer = WORLDS[world](), load(WORLDS[world]())[1]
+    by_prompt = {row["prompt"]: row for row in made.rows(4096, "train 0")}
+    episodes = [episode for step in played["grpo_tools"] for episode in zip(*step, strict=True)]
+    for prompt_ids, completion_ids, masks in episodes:
+        row = by_prompt[tokenizer.decode(prompt_ids)]
+        pieces = [
+            tokenizer.decode([token for token, _ in piece])
+            for _, piece in itertools.groupby(zip(completion_ids, masks, strict=True), key=lambda pair: pair[1])
+        ]
+        whole = [turn for turn in pieces[::2] if turn.endswith(made.end)]
+        assert len(whole) >= len(pieces[::2]) - 1  # the last one may be cut off
+        turns = [turn.removesuffix(made.end).strip() for turn in whole]
+        observations, _ = made.play(row, turns)
+        assert [o for o in observations if o] == pieces[1::2]
 
 
 def test_runs_that_are_complete_are_not_run_again(tmp_path, monkeypatch, capsys):

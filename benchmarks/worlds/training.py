@@ -21,6 +21,7 @@ from trace_trl.tree import RolloutTree, Turn
 from . import WORLDS
 from .base import World
 from .policy import RightPaths, load, success_chances
+from .tool_loop import make_tool_loop
 
 
 TRAIN_ROWS = 4096
@@ -47,17 +48,20 @@ def train(
     learning_rate: float,
     budget: Budget,
     write: Callable[[Record], None],
+    prepared: Callable[[GRPOTrainer], None] | None = None,
 ) -> None:
     """Trains the warm-started policy of a world.
 
     Args:
-        options: of [`TRACEConfig`]; `trainer="trl"` asks for TRL's own trainer instead, `values` for `"oracle"` or
-            `"constant"` values in place of the predictor's.
+        options: of [`TRACEConfig`]; `trainer` asks for TRL's own trainer instead, with a hand-written rollout
+            (`"trl"`) or its tool loop (`"trl_tools"`); `values` for `"oracle"` or `"constant"` values in place of the
+            predictor's.
         write: called with a record before the first step (`step` 0) and after every step.
+        prepared: called with the trainer before it trains.
     """
     world = WORLDS[world_name]()
     options = dict(options)
-    values, uses_trl = options.pop("values", None), options.pop("trainer", None) == "trl"
+    values, of_trl = options.pop("values", None), options.pop("trainer", None)
     set_seed(seed)
     model, tokenizer = load(world)
     paths = RightPaths(world, tokenizer)
@@ -83,10 +87,12 @@ def train(
         }
         common |= {"model": model, "processing_class": tokenizer, "train_dataset": rows}
         meter = Meter(world, paths, budget, write)
-        if uses_trl:
-            trainer = make_trl(world, meter, common)
+        if of_trl is None:
+            trainer: GRPOTrainer = make_trace(world, meter, common, options, values)
         else:
-            trainer = make_trace(world, meter, common, options, values)
+            trainer = TRL_TRAINERS[of_trl](world, meter, common)
+        if prepared is not None:
+            prepared(trainer)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(meter)
         trainer.train()
@@ -327,3 +333,6 @@ def make_trl(world: World, meter: Meter, common: dict[str, Any]) -> GRPOTrainer:
         return won
 
     return GRPOTrainer(**objects, args=GRPOConfig(**arguments), reward_funcs=[reward], rollout_func=rollout_func)
+
+
+TRL_TRAINERS = {"trl": make_trl, "trl_tools": make_tool_loop}
