@@ -34,6 +34,7 @@ from reporting.runs import WARM_UP, Budget, load
 from reporting.tables import (
     ablation_table,
     calibration_table,
+    chances_table,
     levels_table,
     main_table,
     markdown,
@@ -103,6 +104,12 @@ def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], co
         f"Of a run the median step, without the first {WARM_UP}. Seconds of a step include the generation.",
         lambda summary: "\n\n".join([seconds_table(summary), seconds_text(summary)]),
         "seconds",
+    )
+    section(
+        "Budget by chance of success",
+        "Share of the trained leaves by the exact chance of success that their prompt had before the step.",
+        chances_table,
+        "budget_by_chance",
     )
     section("Success by level", "At equal leaves.", levels_table, "success_by_level")
     parts.extend(["## Ablations"] if any(summary.numbers["ablations"] for summary in summaries.values()) else [])

@@ -17,7 +17,7 @@ try:
     from reporting.numbers import TITLES, Spread, summarise
     from reporting.plots import plot, spread_out
     from reporting.runs import Budget, load
-    from reporting.tables import calibration_table, levels_table, rates_table, tokens_table
+    from reporting.tables import calibration_table, chances_table, levels_table, rates_table, tokens_table
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -295,6 +295,20 @@ def test_calibration_by_depth_and_half(tmp_path):
     assert "| depth 2 | 0.153 | 0.333 | 1.000 | –, 0.153 | –, 0.333 | –, 1.000 |" in calibration_table(
         summary_of(tmp_path)
     )
+
+
+def test_budget_by_chance_of_success(tmp_path):
+    # Exact chance, predicted one, leaves, successes of every prompt, by step
+    steps = [[(0.0, 0.5, 6, 0)], [(0.05, 0.1, 2, 0)], [(0.3, 0.2, 3, 1), (1.0, 0.9, 5, 5)], [(0.74, 0.5, 4, 4)]]
+    write(tmp_path, "trace", roots=steps)
+    write(tmp_path, "grpo_trl")
+    summary = summary_of(tmp_path)
+    found = summary.numbers["budget_by_chance"]
+    assert list(found) == ["trace"]
+    assert [spread.median for spread in found["trace"].values()] == pytest.approx([0.3, 0.1, 0.35, 0.0, 0.25])
+    table = chances_table(summary)
+    assert "| Method | below 0.05 | 0.05 to 0.25 | 0.25 to 0.75 | 0.75 to 0.95 | 0.95 and more |" in table
+    assert "| TRACE | 0.30 | 0.10 | 0.35 | 0.00 | 0.25 |" in table
 
 
 def test_ablations_are_cut_to_the_smallest_budget(tmp_path):

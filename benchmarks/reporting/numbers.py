@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from .runs import Budget, Options, Run, mean
@@ -27,7 +28,14 @@ TITLES = {
     "trace_certainty": "TRACE, certainties, 128 passes",
 }
 LEVELS = (0.5, 0.8, 1.0)  # of GRPO's final success
+CHANCES = (0.05, 0.25, 0.75, 0.95)  # where the budget is told apart by a prompt's exact chance of success
 SCORES = {"brier": "Brier", "ece": "ECE", "auroc": "AUROC"}
+
+
+def chance_bins() -> list[tuple[str, float, float]]:
+    edges = [0.0, *CHANCES, math.nextafter(1.0, 2.0)]
+    names = [f"below {CHANCES[0]:g}", *(f"{a:g} to {b:g}" for a, b in pairwise(CHANCES)), f"{CHANCES[-1]:g} and more"]
+    return [(name, low, high) for name, (low, high) in zip(names, pairwise(edges), strict=True)]
 
 
 class Spread(dict[int, float]):
@@ -170,6 +178,21 @@ def calibration(runs: list[Run], steps: int) -> dict[str, dict[str, list[Spread]
     }
 
 
+def budget_by_chance(runs: dict[str, list[Run]], budget: Budget) -> dict[str, dict[str, Spread]]:
+    """By method, the share of leaves that went to prompts of a chance of success before the step."""
+
+    def share(run: Run, low: float, high: float) -> float:
+        leaves = [(chance, count) for record in run.steps(budget) for chance, _, count, _ in record["roots"]]
+        return divide(sum(n for chance, n in leaves if low <= chance < high), sum(n for _, n in leaves))
+
+    told = {method: [run for run in found if "roots" in run.records[-1]] for method, found in runs.items()}
+    return {
+        method: {name: by_seed(found, share, low, high) for name, low, high in chance_bins()}
+        for method, found in told.items()
+        if found
+    }
+
+
 def value_order(value: str) -> tuple[bool, float, str]:
     try:
         return False, float(value), value
@@ -256,6 +279,7 @@ def summarise_world(world: str, every: list[Run], sweep: list[Run]) -> Summary:
             if method in runs
         },
         "success_by_level": {},
+        "budget_by_chance": budget_by_chance(runs, budget),
         "ablations": ablations(choices),
     }
     for method, found in runs.items():

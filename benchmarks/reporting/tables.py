@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .numbers import LEVELS, MEASURES, SCORES, TITLES, Spread, Summary, number, value_order
+from .numbers import LEVELS, MEASURES, SCORES, TITLES, Spread, Summary, chance_bins, number, value_order
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -63,6 +63,12 @@ def seconds_table(summary: Summary) -> str:
         return [str(len(found["step"])), found["step"].show(2), found["leaf"].show(4)]
 
     return by_method(["Seeds", "Seconds per step", "Seconds per leaf"], summary.numbers["seconds"], cells)
+
+
+def chances_table(summary: Summary) -> str:
+    found = summary.numbers["budget_by_chance"]
+    names = [name for name, _, _ in chance_bins()]
+    return by_method(names, found, lambda of: [of[name].show(2) for name in names])
 
 
 def levels_table(summary: Summary) -> str:
