@@ -89,8 +89,8 @@ PREDICTOR = {"predictor_passes": 32, "predictor_buffer_size": 1024}
 # Learning rates that are tried, and for each method the one that is used; `--suite sweep` gives the evidence
 RATES = {"chain": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), "hops": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)}
 BEST_RATES: dict[str, dict[str, float]] = {
-    "chain": dict.fromkeys(METHODS, 2e-3) | dict.fromkeys(("grpo_trl", "grpo_tools", "grpo", "dapo"), 4e-3),
-    "hops": dict.fromkeys(METHODS, 5e-4) | dict.fromkeys(("grpo_trl", "grpo_tools", "grpo", "dapo"), 1e-3),
+    "chain": dict.fromkeys(METHODS, 2e-3) | dict.fromkeys(("grpo_trl", "grpo_tools", "grpo", "dapo", "pcl"), 4e-3),
+    "hops": dict.fromkeys(METHODS, 1e-3),
 }
 
 ABLATIONS: list[dict[str, Any]] = [
