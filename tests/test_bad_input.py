@@ -66,7 +66,6 @@ def says(error, *parts: str) -> None:
         ("tree_log_max_files", 0, "1 or more"),
         ("turn_stop_strings", ["]", ""], "remove it"),
         ("turn_stop_strings", "]", "pass a list of strings, here [']']"),
-        ("use_vllm", True, "set `use_vllm=False`"),
     ],
 )
 def test_number_out_of_range(name, value, remedy):

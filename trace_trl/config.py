@@ -338,11 +338,6 @@ class TRACEConfig(GRPOConfig):
             )
         if self.turn_stop_strings is not None and not all(self.turn_stop_strings):
             raise ValueError("`turn_stop_strings` holds an empty string, which would end every turn: remove it.")
-        if self.use_vllm:
-            raise ValueError(
-                "`use_vllm=True` is not supported by TRACETrainer yet: set `use_vllm=False`, or "
-                "`use_transformers_continuous_batching=True` for batched paged attention."
-            )
 
     # The budget. Options that may be `None` are numbers once it is resolved.
 

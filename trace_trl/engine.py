@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -129,6 +130,7 @@ class Stats:
     turns: int = 0
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
+    cached_tokens: int | None = None  # of these, those in the backend's prefix cache; `None` if it has none
     environment_calls: int = 0
     environment_failures: int = 0
     discarded_leaves: int = 0
@@ -163,6 +165,7 @@ class TreeRolloutEngine:
         tools (`Callable[[RolloutTree], list]`, *optional*): tools a prompt was rendered with, for parsing its turns.
         progress (`Callable[[Stats, int, int], None]`, *optional*): called after every round with leaves done and
             wanted.
+        generating (`Callable[[], AbstractContextManager]`): opened by all processes around all rounds of a `run`.
     """
 
     def __init__(
@@ -181,6 +184,7 @@ class TreeRolloutEngine:
         sync: Sync | None = None,
         tools: Callable[[RolloutTree], list | None] = lambda tree: None,
         progress: Callable[[Stats, int, int], None] | None = None,
+        generating: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
         self.generate = generate
         self.codec = codec
@@ -196,6 +200,7 @@ class TreeRolloutEngine:
         self.sync = sync or OneProcess()
         self.tools = tools
         self.progress = progress
+        self.generating = generating
         self._warned = False
 
     def reset(self, examples: Sequence[tuple[dict[str, Any], Any]]) -> list[Episode]:
@@ -218,7 +223,10 @@ class TreeRolloutEngine:
         run = _Run(self, list(plans), list(reserves), np.random.default_rng(seed))
         try:
             with _collecting_rarely:
-                return run.play()
+                started = time.perf_counter()
+                with self.generating():
+                    run.stats.seconds["generation"] += time.perf_counter() - started
+                    return run.play()
         except _Uncommunicable as error:
             run.abandon()
             raise error.__cause__ from None  # type: ignore[misc]
@@ -410,6 +418,8 @@ class _Run:
         for branch, sample, turn in zip(branches, samples, turns, strict=True):
             self.stats.turns += 1
             self.stats.sampled_tokens += len(sample.token_ids)
+            if sample.cached_tokens is not None:
+                self.stats.cached_tokens = (self.stats.cached_tokens or 0) + sample.cached_tokens
             branch.node = branch.plan.tree.add_turn(
                 branch.node,
                 sample.token_ids,

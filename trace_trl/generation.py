@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,15 +38,37 @@ class Sample:
         token_ids (`list[int]`): sampled ids, the end-of-turn token or stop string included.
         finish (`str`): `"eos"`, `"stop"` or `"length"`.
         logprobs (`list[float]` or `None`): log-probs of `token_ids`, where the backend gives them.
+        cached_tokens (`int` or `None`): tokens of the context that the backend had in its prefix cache and did not
+            compute again, where it has one.
     """
 
     token_ids: list[int]
     finish: str
     logprobs: list[float] | None = None
+    cached_tokens: int | None = None
 
 
 class Generator(Protocol):
     def __call__(self, requests: Sequence[Request]) -> list[Sample]: ...
+
+
+class Backend(Protocol):
+    """A generator that a trainer is set up for."""
+
+    def __call__(self, requests: Sequence[Request]) -> list[Sample]: ...
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Open while turns are sampled with one set of weights. Entered and left by all processes together."""
+
+
+def make_backend(trainer: Any, stop_strings: Sequence[str] | None = None) -> Backend:
+    """The backend that the options of a [`TRACETrainer`] ask for."""
+    if not trainer.use_vllm:
+        return TransformersGenerator(trainer, stop_strings)
+    # vLLM is an optional package
+    from . import vllm_generation
+
+    return vllm_generation.ColocatedGenerator(trainer, stop_strings)
 
 
 class TransformersGenerator:
@@ -63,6 +85,9 @@ class TransformersGenerator:
         self.trainer = trainer
         self.stop_strings = list(stop_strings or [])
         self._stop: TurnStopStrings | None = None
+
+    def session(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def __call__(self, requests: Sequence[Request]) -> list[Sample]:
         trainer = self.trainer

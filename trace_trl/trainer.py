@@ -33,7 +33,7 @@ from .environments.from_trainer import drop_reserved_tools, make_environment
 from .environments.none import SingleTurnEnvironment
 from .environments.runner import ConcurrentRunner
 from .environments.tools import EMPTY_PROMPT
-from .generation import TransformersGenerator
+from .generation import make_backend
 from .metrics import effective
 from .pool import Candidate, PoolSampler, allocate, fill_first_pool, make_plans, shares
 from .predictor import PredictorTrainer, SuccessPredictor
@@ -248,8 +248,10 @@ class TRACETrainer(GRPOTrainer):
         )
         if self.tools or self.env_step is not None:
             codec.check("tool" if self.tools else "user")
+        backend = make_backend(self, args.turn_stop_strings)
         return TreeRolloutEngine(
-            generate=TransformersGenerator(self, args.turn_stop_strings),
+            generate=backend,
+            generating=backend.session,
             codec=codec,
             environment=make_environment(self, codec, self._event_loop),
             score=self.scorer,

@@ -1,0 +1,29 @@
+"""Training on turns that vLLM samples: its log-probs are the trainer's, and its trees give the same losses."""
+
+import pytest
+from running import launch, results
+
+
+pytestmark = pytest.mark.vllm
+
+CLOSE = 1e-4
+
+
+def check(result, steps=20):
+    assert len(result["logs"]) == steps
+    assert max(entry["sampling/sampling_logp_difference/max"] for entry in result["logs"]) < CLOSE
+    # Every ratio of trainer to sampler is 1, also in rows whose prefix was sampled by another branch
+    for end in ("min", "max"):
+        ratios = [entry[f"sampling/importance_sampling_ratio/{end}"] for entry in result["logs"]]
+        assert ratios == pytest.approx([1.0] * steps, abs=CLOSE)
+    assert max(result["advantages"]) < CLOSE
+    for loss, other in result["losses"]:
+        assert loss == pytest.approx(other, abs=CLOSE)
+    assert any(abs(loss) > 10 * CLOSE for loss, _ in result["losses"])
+    assert result["unfinished"] == 0
+
+
+def test_one_process(tmp_path):
+    launch(1, tmp_path, {"task": "train", "name": "run"})
+    (result,) = results(tmp_path, "run")
+    check(result)
