@@ -19,6 +19,23 @@ DEFAULT_CONTINUATIONS = 2  # N of the paper's main runs
 # "dapo" is uniform allocation whose groups without contrast are replaced while the pool lasts
 ROOT_ALLOCATIONS = (*ROOT_ALLOCATORS, "dapo")
 PREFIX_ALLOCATIONS = tuple(PREFIX_ALLOCATORS)
+VLLM_ROLLOUT_MODES = ("continuous", "lockstep")
+# Of vLLM's sampling parameters, those that belong to a turn, and what decides them
+VLLM_TURN_OPTIONS = {
+    "n": "a branch has one next turn, and branching is decided by `prefix_allocation`: remove it",
+    "seed": "every branch would draw the same random numbers: remove it, and set `seed` of the configuration",
+    "max_tokens": "set `max_turn_length` and `max_completion_length`",
+    "stop": "set `turn_stop_strings`",
+    "include_stop_str_in_output": "stop strings stay part of the turn: remove it",
+    "stop_token_ids": "set `eos_token_id` of the model's generation config",
+    "ignore_eos": "a turn ends with its end-of-turn token: remove it",
+    "logprobs": "those of the sampled tokens are always kept: remove it",
+    "prompt_logprobs": "nothing reads them: remove it",
+    "detokenize": "remove it",
+    "skip_special_tokens": "remove it",
+    "spaces_between_special_tokens": "remove it",
+    "output_kind": "remove it",
+}
 
 
 @dataclass
@@ -106,6 +123,13 @@ class TRACEConfig(GRPOConfig):
         env_max_workers (`int`, *optional*, defaults to `1024`):
             Most calls of synchronous environments at once, each in a thread. Threads are started as calls are seen to
             wait for something.
+
+        > Parameters that control generation with vLLM
+
+        vllm_rollout_mode (`str`, *optional*):
+            `"continuous"` (a branch goes on as soon as its own environment has answered) or `"lockstep"` (all branches
+            go on together, round by round; the same seed then samples the same turns again). If `None`, it is
+            `"continuous"` with `vllm_mode="colocate"`, and `"lockstep"` with a server, which knows no other.
 
         > Parameters that control logging
 
@@ -230,6 +254,16 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Most calls of synchronous environments at once, each in a thread."},
     )
 
+    # Parameters that control generation with vLLM
+    vllm_rollout_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "When branches go on: each as soon as its own environment has answered, or all together, round by "
+            "round. If `None`, it is 'continuous' with `vllm_mode='colocate'`, else 'lockstep'.",
+            "choices": list(VLLM_ROLLOUT_MODES),
+        },
+    )
+
     # Parameters that control logging
     log_trees: bool = field(
         default=False,
@@ -252,6 +286,7 @@ class TRACEConfig(GRPOConfig):
         super().__post_init__()
         self._check_choices()
         self._check_numbers()
+        self._check_vllm()
         self._resolve_budget()
 
     @property
@@ -306,6 +341,36 @@ class TRACEConfig(GRPOConfig):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"`{name}` is {value!r}: set it to one of {', '.join(map(repr, choices))}.")
+
+    def _check_vllm(self) -> None:
+        if self.vllm_rollout_mode not in (None, *VLLM_ROLLOUT_MODES):
+            raise ValueError(
+                f"`vllm_rollout_mode` is {self.vllm_rollout_mode!r}: set it to one of "
+                f"{', '.join(map(repr, VLLM_ROLLOUT_MODES))}."
+            )
+        if not self.use_vllm:
+            if self.vllm_rollout_mode is not None:
+                raise ValueError("`vllm_rollout_mode` concerns vLLM only: set `use_vllm=True`, or remove it.")
+            return
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "`use_vllm` and `use_transformers_continuous_batching` are two ways to generate: set only one of them."
+            )
+        if self.vllm_mode not in ("colocate", "server"):
+            raise ValueError(f"`vllm_mode` is {self.vllm_mode!r}: set it to 'colocate' or 'server'.")
+        if self.vllm_mode == "server" and self.vllm_rollout_mode == "continuous":
+            raise ValueError(
+                "`vllm_rollout_mode='continuous'` needs the engine in the trainer's own processes: set "
+                "`vllm_mode='colocate'`, or `vllm_rollout_mode='lockstep'`."
+            )
+        for name, remedy in VLLM_TURN_OPTIONS.items():
+            if name in (self.generation_kwargs or {}):
+                raise ValueError(f"`generation_kwargs` holds {name!r}, which every turn has of its own: {remedy}.")
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether branches go on one by one, not round by round."""
+        return self.use_vllm and self.vllm_mode == "colocate" and self.vllm_rollout_mode != "lockstep"
 
     def _check_numbers(self) -> None:
         for name, least in (

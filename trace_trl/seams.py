@@ -105,7 +105,7 @@ ATTRIBUTES = (
 TRANSFORMERS_ATTRIBUTES = ("generation_config", "generation_kwargs")
 
 # Set as well where vLLM does
-VLLM_ATTRIBUTES = ("_last_loaded_step", "vllm_generation")
+VLLM_ATTRIBUTES = ("_last_loaded_step", "vllm_generation", "vllm_mode")
 
 # What is read, set or called on TRL's VLLMGeneration
 VLLM_GENERATION = (
@@ -122,6 +122,7 @@ VLLM_GENERATION = (
     "top_k",
     "top_p",
     "tp_group",
+    "vllm_client",
 )
 
 # Set as well where an `environment_factory` is given

@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import re
 import signal
 import threading
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from trl.extras.profiling import profiling_context
 
-from .generation import Request, Sample
+from .generation import Request, Sample, stop_string_end
+from .processes import on_main
 
 
 logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64  # to a server: as many as TRL's client keeps open
 
 
 class VLLMGenerator:
@@ -40,6 +47,11 @@ class VLLMGenerator:
         self.vllm = trainer.vllm_generation
         self.stop_strings = list(stop_strings or [])
         self.eos_token_ids = set(trainer.eos_token_ids)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that a history and its next turn may have together."""
+        raise NotImplementedError
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -111,6 +123,10 @@ class ColocatedGenerator(VLLMGenerator):
     @property
     def engine(self) -> Any:
         return self.vllm.llm.llm_engine
+
+    @property
+    def context_length(self) -> int | None:
+        return self.engine.model_config.max_model_len
 
     @property
     def _group_rank(self) -> int:
@@ -214,6 +230,88 @@ class ColocatedGenerator(VLLMGenerator):
             finish = "stop" if isinstance(sampled.stop_reason, str) else "eos"
         logprobs = [entry[token].logprob for token, entry in zip(ids, sampled.logprobs, strict=True)]
         return Sample(ids, finish, logprobs, output.num_cached_tokens)
+
+
+class ServerGenerator(VLLMGenerator):
+    """
+    vLLM on a server of its own. The main process asks it, for the branches of all processes, and hands each process
+    the turns of its own: a turn is found by who asked for it, however many branches each process has.
+    """
+
+    def __init__(self, trainer: Any, stop_strings: Sequence[str] | None = None):
+        super().__init__(trainer, stop_strings)
+        (self._context_length,) = on_main(
+            trainer.accelerator, [None], lambda asking: [self._length_of_server()] * len(asking)
+        )
+
+    def _length_of_server(self) -> int | None:
+        return self.vllm.vllm_client.get_server_info()["model_config"].get("max_model_len")
+
+    @property
+    def context_length(self) -> int | None:
+        return self._context_length
+
+    def __call__(self, requests: Sequence[Request]) -> list[Sample]:
+        with profiling_context(self.trainer, "vLLM.generate"):
+            return on_main(self.trainer.accelerator, list(requests), self._ask)
+
+    def _ask(self, requests: list[Request]) -> list[Sample]:
+        """One HTTP request for all branches that may use equally many tokens, all of them at once."""
+        by_limit: dict[int, list[int]] = {}
+        for number, request in enumerate(requests):
+            by_limit.setdefault(request.max_new_tokens, []).append(number)
+        groups = list(by_limit.values())
+        before = self._cache_hits()
+        executor = ThreadPoolExecutor(min(len(groups), MOST_CONNECTIONS))
+        try:
+            answers = list(executor.map(lambda group: self._generate([requests[number] for number in group]), groups))
+        finally:
+            # After Ctrl-C nobody waits for what the server is still at
+            executor.shutdown(wait=False, cancel_futures=True)
+        after = self._cache_hits()
+        samples: list[Any] = [None] * len(requests)
+        for group, answer in zip(groups, answers, strict=True):
+            for number, sample in zip(group, answer, strict=True):
+                samples[number] = sample
+        if before is not None and after is not None:
+            # The server tells the sum only
+            samples = [replace(s, cached_tokens=0 if i else after - before) for i, s in enumerate(samples)]
+        return samples
+
+    def _generate(self, requests: list[Request]) -> list[Sample]:
+        options = self._options(requests[0])
+        known = ("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "logprobs")
+        named = {name: options.pop(name) for name in known}
+        answer = self.vllm.vllm_client.generate(
+            prompts=[request.context for request in requests],
+            structured_outputs_regex=self.vllm.structured_outputs_regex,
+            generation_kwargs=options,
+            **named,
+        )
+        if answer["prompt_ids"] != [request.context for request in requests]:
+            raise RuntimeError(
+                "The vLLM server answered other prompts than it was asked: a proxy may have mixed them up."
+            )
+        return [
+            Sample(ids, self._finish(ids), [math.nan if top[0] is None else top[0] for top in logprobs])
+            for ids, logprobs in zip(answer["completion_ids"], answer["logprobs"], strict=True)
+        ]
+
+    def _finish(self, ids: list[int]) -> str:
+        if ids and ids[-1] in self.eos_token_ids:
+            return "eos"
+        end = stop_string_end(self.trainer._tokenizer.decode, ids, self.stop_strings)
+        return "length" if end is None else "stop"
+
+    def _cache_hits(self) -> int | None:
+        """Tokens that the server's prefix cache has answered since it was started, `None` if it does not tell."""
+        client = self.vllm.vllm_client
+        try:
+            text = client.session.get(f"{client.base_url}/metrics", timeout=10).text
+        except OSError:
+            return None
+        hits = re.findall(r"^vllm:prefix_cache_hits_total\{[^}]*\} (\S+)", text, flags=re.MULTILINE)
+        return sum(int(float(count)) for count in hits) if hits else None
 
 
 @contextmanager

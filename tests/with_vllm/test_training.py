@@ -23,7 +23,19 @@ def check(result, steps=20):
     assert result["unfinished"] == 0
 
 
-def test_one_process(tmp_path):
-    launch(1, tmp_path, {"task": "train", "name": "run"})
+@pytest.mark.parametrize("mode", ["continuous", "lockstep"])
+def test_one_process(mode, tmp_path):
+    launch(1, tmp_path, {"task": "train", "name": "run", "vllm_rollout_mode": mode})
     (result,) = results(tmp_path, "run")
     check(result)
+
+
+@pytest.mark.parametrize(("group", "mode"), [(1, "continuous"), (2, "continuous"), (2, "lockstep")])
+def test_two_processes(group, mode, tmp_path):
+    """With a group of 2, both hold one engine between them (tensor parallelism)."""
+    options = {"vllm_tensor_parallel_size": group, "vllm_rollout_mode": mode}
+    launch(2, tmp_path, {"task": "train", "name": "run", **options})
+    both = results(tmp_path, "run")
+    assert len(both) == 2
+    for result in both:
+        check(result)
