@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from launching import command_of, results, run  # noqa: E402
 
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("vllm_worker.py")
 
 
 def launch(processes: int, out: Path, *jobs: dict[str, Any], timeout: float = 400) -> str:

@@ -1,7 +1,7 @@
 """
 What the processes of a test with vLLM run: the chain world, trained with vLLM on a CPU.
 
-    worker.py OUT JOBS
+    vllm_worker.py OUT JOBS
 
 JOBS is a JSON list; each job names a task below, and its arguments. Each writes what the test looks at into the folder
 OUT, one file per process.
@@ -55,7 +55,9 @@ class RecordingTrainer(TRACETrainer):
         return output
 
 
-def make_trainer(out: Path, name: str, use_vllm: bool = True, forests=None, **options: Any) -> RecordingTrainer:
+def make_trainer(
+    out: Path, name: str, use_vllm: bool = True, forests=None, env_step=None, **options: Any
+) -> RecordingTrainer:
     world = WORLDS["chain"]()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     defaults = {
@@ -88,7 +90,7 @@ def make_trainer(out: Path, name: str, use_vllm: bool = True, forests=None, **op
         args=args,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(world.rows(512, "vllm")),
-        env_step=world.step,
+        env_step=env_step or world.step,
         env_reset=world.reset,
         forests=forests,
     )
