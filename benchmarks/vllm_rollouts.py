@@ -213,6 +213,10 @@ def timed(trainer: Any, method: str) -> Callable[[list], float]:
     return run
 
 
+def seconds_of_answer(said: str, delay: float) -> float:
+    return delay * random.Random(said).random()
+
+
 def episodes(turns: int, delay: float = 0.0) -> dict[str, Callable]:
     """Environments whose episodes have that many turns, and whose answers take up to `delay` seconds, uniformly: how
     long is decided by what was said, so that every way to play the same turns waits equally long for each."""
@@ -224,7 +228,7 @@ def episodes(turns: int, delay: float = 0.0) -> dict[str, Callable]:
         state["left"] -= 1
         state["said"] += action
         if delay:
-            time.sleep(delay * random.Random(state["said"]).random())
+            time.sleep(seconds_of_answer(state["said"], delay))
         return StepResult(observation=f"{state['left']} left", done=not state["left"])
 
     return {"env_step": env_step, "env_reset": env_reset}
@@ -298,9 +302,10 @@ def continuous(options: argparse.Namespace, folder: str) -> None:
     rows = make_rows(prompts, options.prompt_tokens)
     print(
         f"{options.leaves} leaves of {prompts} prompts, turns of {options.turn_tokens + 1} tokens, answers after 0 to "
-        f"{options.delay:g} s; seconds of a generation, {options.repeats} in turns\n"
+        f"{options.delay:g} s; seconds of a generation, median of {options.repeats}, in turns. `answers`: how long the "
+        "last leaf had to wait for answers, which no schedule can undercut\n"
     )
-    print(f"{'turns':<7}{'lock-step':>11}{'continuous':>12}{'ratio':>7}   trees")
+    print(f"{'turns':<7}{'lock-step':>11}{'continuous':>12}{'ratio':>7}{'answers':>9}   trees")
     for turns in options.turns_list:
         runs, played = {}, {}
         for mode in ("lockstep", "continuous"):
@@ -325,8 +330,24 @@ def continuous(options: argparse.Namespace, folder: str) -> None:
             same &= played["lockstep"] == played["continuous"]
         lockstep, one_by_one = (statistics.median(seconds[mode]) for mode in runs)
         ratio = one_by_one / lockstep
-        print(f"{turns:<7}{lockstep:>11.1f}{one_by_one:>12.1f}{ratio:>7.2f}   {'identical' if same else 'DIFFERENT'}")
+        least = max(longest_wait(tree, options.delay) for tree in played["trees"])
+        trees = "identical" if same else "DIFFERENT"
+        print(f"{turns:<7}{lockstep:>11.1f}{one_by_one:>12.1f}{ratio:>7.2f}{least:>9.1f}   {trees}")
         verdict(f"Continuous of lock-step, {turns} turns", ratio, WALL_LIMIT)
+
+
+def longest_wait(tree: Any, delay: float) -> float:
+    """Seconds of answers until the last leaf of a prompt: its slowest bare rollout, then its slowest continuation."""
+    waits: dict[str, list[float]] = {"bare": [], "continuation": []}
+    bare = {turn for leaf in tree.leaves() if leaf.leaf.kind == "bare" for turn in leaf.path()}
+    for leaf in tree.leaves():
+        said, wait = "", 0.0
+        for turn in leaf.path():
+            said += turn.text
+            if leaf.leaf.kind == "bare" or turn not in bare:
+                wait += seconds_of_answer(said, delay)
+        waits[leaf.leaf.kind].append(wait)
+    return sum(map(max, waits.values()))
 
 
 def sample_by_branch(backend: Any) -> None:
@@ -347,6 +368,7 @@ def keep_trees(trainer: Any, played: dict[str, Any], mode: str) -> None:
         trainer._last_generation = (-1, 0)
         trees, stats = roll_out(inputs)
         played[mode] = [tree_to_dict(tree) for tree in trees]
+        played["trees"] = trees
         return trees, stats
 
     trainer._roll_out_training = keeping
@@ -450,7 +472,7 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=48)
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--turns-list", type=int, nargs="+", default=[6, 20], help="of `continuous`")
+    parser.add_argument("--turns-list", type=int, nargs="+", default=[6, 10, 20], help="of `continuous`")
     parser.add_argument("--turn-tokens", type=int, default=8, help="random tokens of a turn")
     parser.add_argument("--delay", type=float, default=2.0, help="of `continuous`: longest answer, in seconds")
     parser.add_argument(
