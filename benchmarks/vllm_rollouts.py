@@ -302,8 +302,8 @@ def continuous(options: argparse.Namespace, folder: str) -> None:
     rows = make_rows(prompts, options.prompt_tokens)
     print(
         f"{options.leaves} leaves of {prompts} prompts, turns of {options.turn_tokens + 1} tokens, answers after 0 to "
-        f"{options.delay:g} s; seconds of a generation, median of {options.repeats}, in turns. `answers`: how long the "
-        "last leaf had to wait for answers, which no schedule can undercut\n"
+        f"{options.delay:g} s; seconds of a generation, median of {options.repeats}, in turns\n`answers`: how "
+        "long the last leaf had to wait for answers, which no schedule can undercut\n"
     )
     print(f"{'turns':<7}{'lock-step':>11}{'continuous':>12}{'ratio':>7}{'answers':>9}   trees")
     for turns in options.turns_list:

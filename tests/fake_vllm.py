@@ -181,33 +181,31 @@ class FakeClient:
         }
 
 
+class FakeVLLMGeneration:
+    """TRL's `VLLMGeneration`, as a trainer makes it, in front of a [`FakeLLM`] or a [`FakeClient`]."""
+
+    say: Any = None
+
+    def __init__(self, mode: str, **options: Any):
+        self.__dict__.update(options)
+        self.mode = mode
+        self.generation_kwargs = options.get("generation_kwargs") or {}
+        self.tensor_parallel_size = options.get("tensor_parallel_size", 1)
+        self.enable_sleep_mode = options.get("enable_sleep_mode", False)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+        self.structured_outputs_regex = options.get("structured_outputs_regex")
+        self.llm = FakeLLM(FakeEngine(self.say))
+        self.vllm_client = FakeClient(self.say)
+
+    def sync_weights(self) -> None:
+        self.llm.log.append("sync")
+        self._llm_weights_sleeping = False
+
+
 def make_trainer(say: Any, eos: int, accelerator: Any, tokenizer: Any = None, mode: str = "colocate", **options: Any):
     """What a generator reads of a trainer."""
-    engine = FakeEngine(say)
-    vllm = types.SimpleNamespace(
-        mode=mode,
-        llm=FakeLLM(engine),
-        vllm_client=FakeClient(say),
-        syncs=0,
-        tensor_parallel_size=1,
-        enable_sleep_mode=False,
-        _llm_weights_sleeping=False,
-        structured_outputs_regex=None,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=None,
-        repetition_penalty=1.0,
-        generation_kwargs={},
-    )
-    vllm.__dict__.update(options)
-
-    def sync_weights() -> None:
-        vllm.syncs += 1
-        vllm.llm.log.append("sync")
-        vllm._llm_weights_sleeping = False
-
-    vllm.sync_weights = sync_weights
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    vllm = type("Speaking", (FakeVLLMGeneration,), {"say": staticmethod(say)})(mode, **(sampling | options))
     return types.SimpleNamespace(
         use_vllm=True,
         vllm_mode=mode,

@@ -75,6 +75,54 @@ def test_number_out_of_range(name, value, remedy):
 
 
 @pytest.mark.parametrize(
+    ("options", "remedies"),
+    [
+        ({"use_vllm": False, "vllm_rollout_mode": "continuous"}, ["`use_vllm=True`", "remove it"]),
+        ({"vllm_rollout_mode": "nonsense"}, ["'continuous', 'lockstep'"]),
+        ({"vllm_mode": "nonsense"}, ["`vllm_mode` is 'nonsense'", "'colocate' or 'server'"]),
+        ({"vllm_mode": "server", "vllm_rollout_mode": "continuous"}, ["`vllm_mode='colocate'`"]),
+        ({"use_transformers_continuous_batching": True}, ["set only one of them"]),
+        ({"ds3_gather_for_generation": False}, ["`ds3_gather_for_generation=True`"]),
+        ({"generation_kwargs": {"n": 2}}, ["'n'", "remove it"]),
+        ({"generation_kwargs": {"seed": 1}}, ["'seed'", "same random numbers"]),
+        ({"generation_kwargs": {"max_tokens": 5}}, ["'max_tokens'", "`max_turn_length`"]),
+        ({"generation_kwargs": {"stop": ["a"]}}, ["'stop'", "`turn_stop_strings`"]),
+        ({"generation_kwargs": {"stop_token_ids": [1]}}, ["'stop_token_ids'", "`eos_token_id`"]),
+        ({"generation_kwargs": {"logprobs": 5}}, ["'logprobs'", "remove it"]),
+    ],
+)
+def test_what_vllm_can_not_do(options, remedies):
+    with pytest.raises(ValueError) as error:
+        config(**({"use_vllm": True} | options))
+    says(error, *remedies)
+
+
+def test_modes_of_vllm():
+    assert not config().is_continuous
+    assert config(use_vllm=True).is_continuous
+    assert not config(use_vllm=True, vllm_rollout_mode="lockstep").is_continuous
+    assert not config(use_vllm=True, vllm_mode="server").is_continuous
+    # What is TRL's to pass on stays as it is
+    kept = {"frequency_penalty": 0.1, "min_tokens": 2}
+    assert config(use_vllm=True, generation_kwargs=kept).generation_kwargs == kept
+    assert config(generation_kwargs={"seed": 1}).generation_kwargs == {"seed": 1}
+
+
+def test_a_model_that_vllm_can_not_find_again(tmp_path):
+    """vLLM reads the model from where its name says, and an object made in memory has none."""
+    model = make_model()
+    with pytest.raises(ValueError) as error:
+        TRACETrainer(
+            model,
+            length_reward,
+            make_config(tmp_path, use_vllm=True),
+            chat_dataset(),
+            processing_class=make_tokenizer(),
+        )
+    says(error, "vLLM", "`save_pretrained`")
+
+
+@pytest.mark.parametrize(
     ("name", "choices"),
     [
         ("root_allocation", ["active", "uniform", "pcl", "dapo"]),

@@ -363,6 +363,11 @@ class TRACEConfig(GRPOConfig):
                 "`vllm_rollout_mode='continuous'` needs the engine in the trainer's own processes: set "
                 "`vllm_mode='colocate'`, or `vllm_rollout_mode='lockstep'`."
             )
+        if not self.ds3_gather_for_generation:
+            raise ValueError(
+                "`ds3_gather_for_generation=False` concerns generation by the trainer's own model, not by vLLM: "
+                "set `ds3_gather_for_generation=True`."
+            )
         for name, remedy in VLLM_TURN_OPTIONS.items():
             if name in (self.generation_kwargs or {}):
                 raise ValueError(f"`generation_kwargs` holds {name!r}, which every turn has of its own: {remedy}.")

@@ -131,6 +131,8 @@ class TRACETrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = TRACEConfig(f"{name.split('/')[-1]}-TRACE")
         checks.check_arguments(args, reward_funcs, tools, rollout_func, environment_factory, env_step, env_reset)
+        if args.use_vllm:
+            checks.check_vllm_model(model, args.vllm_mode)
         checks.check_datasets(train_dataset, eval_dataset, needs_prompt=environment_factory is None)
 
         # Copied: TRL appends to the list it is given
@@ -290,6 +292,7 @@ class TRACETrainer(GRPOTrainer):
     # Running
 
     def train(self, *args, **kwargs):
+        self._forget_loaded_weights()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -625,8 +628,14 @@ class TRACETrainer(GRPOTrainer):
         if self.predictor is not None:
             self.predictor.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
 
+    def _forget_loaded_weights(self) -> None:
+        """Has the weights pushed to vLLM again, where they may differ from those pushed at the same step."""
+        if self.use_vllm:
+            self._last_loaded_step = -1
+
     def _load_best_model(self):
         super()._load_best_model()
+        self._forget_loaded_weights()
         if self.predictor is not None:
             checkpoints.load_head(self.predictor, self.state.best_model_checkpoint)
 

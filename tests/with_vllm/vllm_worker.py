@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gloo_weights
 import on_cpu
 import torch
 from datasets import Dataset
@@ -82,6 +83,8 @@ def make_trainer(
     }
     if processes > 1:
         defaults["ddp_backend"] = "gloo"
+    if options.get("vllm_mode") == "server":
+        on_cpu.vllm_generation.VLLMClient = gloo_weights.Client
     args = TRACEConfig(**(defaults | options))
     set_seed(args.seed)
     model, tokenizer = load(world)
@@ -116,8 +119,9 @@ def train(out: Path, name: str, **options: Any) -> None:
         "logs": logs,
         "advantages": differences,
         "losses": [[a["loss"], b["loss"]] for a, b in zip(logs, other_logs, strict=True)],
-        "unfinished": trainer.vllm_generation.llm.llm_engine.get_num_unfinished_requests(),
     }
+    if trainer.vllm_mode == "colocate":
+        result["unfinished"] = trainer.vllm_generation.llm.llm_engine.get_num_unfinished_requests()
     (out / f"{name}.{trainer.args.process_index}.json").write_text(json.dumps(result))
 
 
@@ -131,5 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    assert on_cpu
     main()
