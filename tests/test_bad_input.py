@@ -108,6 +108,25 @@ def test_modes_of_vllm():
     assert config(generation_kwargs={"seed": 1}).generation_kwargs == {"seed": 1}
 
 
+@pytest.mark.parametrize(
+    ("mode", "name", "value"),
+    [
+        ("server", "vllm_tensor_parallel_size", 2),
+        ("server", "vllm_enable_sleep_mode", True),
+        ("server", "vllm_max_model_length", 100),
+        ("server", "vllm_gpu_memory_utilization", 0.5),
+        ("server", "vllm_model_impl", "transformers"),
+        ("colocate", "vllm_server_base_url", "http://localhost:8000"),
+        ("colocate", "vllm_group_port", 1),
+    ],
+)
+def test_an_option_of_the_other_mode_is_told_to_do_nothing(caplog, mode, name, value):
+    config(use_vllm=True, vllm_mode=mode)
+    assert "has no effect" not in caplog.text
+    config(use_vllm=True, vllm_mode=mode, **{name: value})
+    assert f"`{name}` has no effect with `vllm_mode='{mode}'`" in caplog.text
+
+
 def test_a_model_that_vllm_can_not_find_again(tmp_path):
     """vLLM reads the model from where its name says, and an object made in memory has none."""
     model = make_model()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
@@ -20,6 +20,15 @@ DEFAULT_CONTINUATIONS = 2  # N of the paper's main runs
 ROOT_ALLOCATIONS = (*ROOT_ALLOCATORS, "dapo")
 PREFIX_ALLOCATIONS = tuple(PREFIX_ALLOCATORS)
 VLLM_ROLLOUT_MODES = ("continuous", "lockstep")
+# What `vllm serve` is told by options of its own, and what only a client of it needs
+COLOCATE_OPTIONS = (
+    *("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"),
+    *("vllm_tensor_parallel_size", "vllm_max_model_length"),
+)
+SERVER_OPTIONS = (
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+    *("vllm_server_timeout", "vllm_group_port"),
+)
 # Of vLLM's sampling parameters, those that belong to a turn, and what decides them
 VLLM_TURN_OPTIONS = {
     "n": "a branch has one next turn, and branching is decided by `prefix_allocation`: remove it",
@@ -371,6 +380,14 @@ class TRACEConfig(GRPOConfig):
         for name, remedy in VLLM_TURN_OPTIONS.items():
             if name in (self.generation_kwargs or {}):
                 raise ValueError(f"`generation_kwargs` holds {name!r}, which every turn has of its own: {remedy}.")
+
+        idle, remedy = SERVER_OPTIONS, "remove it, or set `vllm_mode='server'`"
+        if self.vllm_mode == "server":
+            idle, remedy = COLOCATE_OPTIONS, "start `vllm serve` with the option of that name"
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in idle:
+            if getattr(self, name) != defaults[name]:
+                logger.warning(f"`{name}` has no effect with `vllm_mode='{self.vllm_mode}'`: {remedy}.")
 
     @property
     def is_continuous(self) -> bool:

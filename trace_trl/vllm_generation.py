@@ -153,7 +153,7 @@ class ColocatedGenerator(VLLMGenerator):
         stale = self.trainer.state.global_step != self.trainer._last_loaded_step
         super()._load_weights()
         # TRL empties the cache as well, but does not look whether it could be emptied
-        if stale and not self.engine.reset_prefix_cache():
+        if stale and self.engine.reset_prefix_cache() is False:
             raise RuntimeError("vLLM could not empty its prefix cache, which holds what earlier weights computed.")
 
     def __call__(self, requests: Sequence[Request]) -> list[Sample]:
