@@ -78,9 +78,9 @@ compare-quick: setup ## The same, two methods and half the budget
 	$(BIN)/python benchmarks/equal_cost.py --out runs/quick --suite quick $(BENCHMARK_ARGS)
 	$(BIN)/python benchmarks/report.py runs/quick --page runs/quick/results.md --plots runs/quick/plots
 
-clean: ## Remove build results and caches; .venv and runs stay
+clean: ## Remove build results and caches; environments and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path './.venv*' -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(VENV_VLLM) \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last: an install that was cut off is done again. torch comes first and pinned, because a bare
 # requirement on torch takes the newest build for CUDA, several GB, even where there is no GPU.

@@ -263,8 +263,9 @@ class ConcurrentRunner:
                 return
             self._look_after(calls, timeout, pace)
 
-    def _look_after(self, calls: Sequence[_Call], timeout: float | None, pace: _Pace) -> None:
-        """Gives up the calls whose time is over, and starts workers for those that wait for one."""
+    def _look_after(self, calls: Sequence[_Call], timeout: float | None, pace: _Pace, most: int | None = None) -> None:
+        """Gives up the calls whose time is over, and starts workers for those that wait for one, if there are not
+        `most` already."""
         waiting = sum(call.started is None for call in calls)
         if timeout is not None:
             text = f"The environment gave no answer within {timeout:g} seconds."
@@ -272,7 +273,8 @@ class ConcurrentRunner:
             overdue = [call for call in calls if call.started and call.started <= latest and not call.lost]
             self._give_up([(call, EnvironmentTimeout(text, call)) for call in overdue])
         if waiting and pace.wants_more(waiting):
-            self._grow(min(waiting, max(len(self._workers), FIRST_WORKERS)))
+            more = min(waiting, max(len(self._workers), FIRST_WORKERS))
+            self._grow(more if most is None else min(more, most - len(self._workers)))
 
     def _give_up(self, calls: Sequence[tuple[_Call, BaseException]]) -> None:
         for call, error in calls:
@@ -284,6 +286,8 @@ class ConcurrentRunner:
 
     def _grow(self, count: int) -> None:
         """Starts `count` more workers, or as many as are still allowed and possible."""
+        if count <= 0:
+            return
         with self._lock:
             # A thread may have been ended from outside
             self._workers = {thread for thread in self._workers if thread.is_alive()}
@@ -358,7 +362,9 @@ class Stream:
         """
         if self._open and time.monotonic() - self._looked >= TICK:
             self._looked = time.monotonic()
-            self._runner._look_after(list(self._open), self._timeout, self._pace)
+            # While this thread computes, a call waits for a worker although one is free: as many as there are calls
+            # are enough
+            self._runner._look_after(list(self._open), self._timeout, self._pace, most=len(self._open))
         answered = []
         try:
             while self._open:
