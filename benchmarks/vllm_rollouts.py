@@ -1,6 +1,7 @@
 """
-What tree rollouts cost on vLLM: tokens prefilled, wall time with slow environments, wall time against TRL's tool loop.
+Tree rollouts on vLLM: exactness, tokens prefilled, wall time with slow environments and beside TRL's tool loop.
 
+    python benchmarks/vllm_rollouts.py exactness      log-probs, advantages and losses against the trainer's own
     python benchmarks/vllm_rollouts.py prefill        tokens the engine prefills, trees against linear rollouts
     python benchmarks/vllm_rollouts.py continuous     continuous against lock-step, environments that take 0 to 2 s
     python benchmarks/vllm_rollouts.py tool_loop      TRACETrainer against GRPOTrainer's tool loop
@@ -13,6 +14,7 @@ words, then the end of the turn or a tool call. What is compared is measured in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import random
 import statistics
@@ -45,6 +47,7 @@ from trace_trl.tree_log import tree_to_dict  # noqa: E402
 WORDS = "look search find read note answer number the of in a is was red green blue zero one two three four".split()
 CALL = '\n<tool_call>\n{"name": "lookup", "arguments": {"number": 7}}\n</tool_call>'
 TOKENIZER = make_tokenizer([*WORDS, *map(str, range(100)), CALL])
+EXACT = 1e-4
 PREFIX_LIMIT, WALL_LIMIT, LOOP_LIMIT = 0.35, 0.6, 0.6
 
 
@@ -232,6 +235,42 @@ def episodes(turns: int, delay: float = 0.0) -> dict[str, Callable]:
         return StepResult(observation=f"{state['left']} left", done=not state["left"])
 
     return {"env_step": env_step, "env_reset": env_reset}
+
+
+# Exactness
+
+
+def exactness(options: argparse.Namespace, folder: str) -> None:
+    """Trains the chain world, in processes of the tests, and compares with the same trees without vLLM."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "with_vllm"))
+    from running import free_port, launch, results, server
+
+    print("20 steps of the chain world in float32; largest differences\n")
+    print(f"{'vLLM':<32}{'log-probs':>11}{'advantages':>12}{'losses':>10}")
+    worst = 0.0
+    for number, (name, processes, serves, job) in enumerate(
+        (
+            ("one process, lock-step", 1, False, {"vllm_rollout_mode": "lockstep"}),
+            ("one process, continuous", 1, False, {"vllm_rollout_mode": "continuous"}),
+            ("two processes, TP = 1", 2, False, {"vllm_tensor_parallel_size": 1}),
+            ("two processes, TP = 2", 2, False, {"vllm_tensor_parallel_size": 2}),
+            ("one process, server (gloo)", 1, True, {"vllm_mode": "server"}),
+            ("two processes, server (gloo)", 2, True, {"vllm_mode": "server"}),
+        )
+    ):
+        out = Path(folder) / str(number)
+        out.mkdir()
+        with server(out / "server.log") if serves else contextlib.nullcontext() as url:
+            if serves:
+                job |= {"vllm_server_base_url": url, "vllm_group_port": free_port()}
+            launch(processes, out, {"task": "train", "name": "run", **job}, timeout=1200)
+        found = results(out, "run")
+        logprobs = max(entry["sampling/sampling_logp_difference/max"] for r in found for entry in r["logs"])
+        advantages = max(difference for r in found for difference in r["advantages"])
+        losses = max(abs(loss - other) for r in found for loss, other in r["losses"])
+        worst = max(worst, logprobs, advantages, losses)
+        print(f"{name:<32}{logprobs:>11.1e}{advantages:>12.1e}{losses:>10.1e}", flush=True)
+    print(f"Largest: {worst:.1e}, {'under' if worst < EXACT else 'NOT UNDER'} {EXACT:.0e}.")
 
 
 # Tokens prefilled
@@ -468,7 +507,7 @@ def verdict(what: str, ratio: float, limit: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["prefill", "continuous", "tool_loop"])
+    parser.add_argument("what", choices=["exactness", "prefill", "continuous", "tool_loop"])
     parser.add_argument("--leaves", type=int, default=48)
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--turns", type=int, default=6)
@@ -486,10 +525,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args()
     if options.prompt_tokens is None:
-        options.prompt_tokens = {"prefill": 1500, "continuous": 40, "tool_loop": 200}[options.what]
+        options.prompt_tokens = {"exactness": 0, "prefill": 1500, "continuous": 40, "tool_loop": 200}[options.what]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        {"prefill": prefill, "continuous": continuous, "tool_loop": tool_loop}[options.what](options, folder)
+        {"exactness": exactness, "prefill": prefill, "continuous": continuous, "tool_loop": tool_loop}[options.what](
+            options, folder
+        )
 
 
 if __name__ == "__main__":

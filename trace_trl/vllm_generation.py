@@ -262,7 +262,7 @@ class ServerGenerator(VLLMGenerator):
             by_limit.setdefault(request.max_new_tokens, []).append(number)
         groups = list(by_limit.values())
         before = self._cache_hits()
-        executor = ThreadPoolExecutor(min(len(groups), MOST_CONNECTIONS))
+        executor = ThreadPoolExecutor(max(1, min(len(groups), MOST_CONNECTIONS)))
         try:
             answers = list(executor.map(lambda group: self._generate([requests[number] for number in group]), groups))
         finally:

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from trace_trl.generation import Request
+
 
 pytestmark = pytest.mark.vllm
 
@@ -94,6 +96,13 @@ def test_an_error_of_the_engine(watched, place, monkeypatch):
         with pytest.raises(RuntimeError, match="the engine fails here"):
             watched.play()
     assert calls[-1] > 0, "the engine was in the middle of a round"
+    watched.check_that_nothing_is_left()
+
+
+def test_a_request_that_vllm_refuses(watched):
+    backend = watched.trainer._backend
+    with pytest.raises(ValueError, match="maximum context length"), backend.session():
+        backend.submit([("a", Request([5] * 10, 4)), ("b", Request([5] * 10_000, 4))])
     watched.check_that_nothing_is_left()
 
 
