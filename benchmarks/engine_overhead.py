@@ -35,7 +35,7 @@ from trl.chat_template_utils import add_response_schema
 
 from trace_trl import StepResult
 from trace_trl.codec import Codec
-from trace_trl.engine import Limits, RootPlan, Stats, TreeRolloutEngine, _Run
+from trace_trl.engine import Limits, RootPlan, Run, Stats, TreeRolloutEngine
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.environments.runner import ConcurrentRunner
 from trace_trl.environments.tools import ToolEnvironment
@@ -47,17 +47,17 @@ TARGET = 50.0  # milliseconds a round
 
 # What is timed, and what it is listed as
 STAGES = [
-    (_Run, "_requests", "contexts"),
-    (_Run, "_decode", "decode, parse"),
-    (_Run, "_messages", "messages"),
+    (Run, "_requests", "contexts"),
+    (Run, "_decode", "decode, parse"),
+    (Run, "_messages", "messages"),
     (Codec, "encode_replies", "render, encode"),
     (ConcurrentRunner, "run", "dispatch"),  # to environments, forks and snapshots included
-    (_Run, "_choose_prefixes", "allocation"),
-    (_Run, "_start_bare", "bookkeeping"),
-    (_Run, "_play_turn", "bookkeeping"),
-    (_Run, "_score_all", "bookkeeping"),
-    (_Run, "_expand_ready", "bookkeeping"),
-    (_Run, "abandon", "bookkeeping"),
+    (Run, "_choose_prefixes", "allocation"),
+    (Run, "_start_bare", "bookkeeping"),
+    (Run, "_play_turn", "bookkeeping"),
+    (Run, "_score_all", "bookkeeping"),
+    (Run, "_expand_ready", "bookkeeping"),
+    (Run, "abandon", "bookkeeping"),
 ]
 
 

@@ -66,13 +66,79 @@ def says(error, *parts: str) -> None:
         ("tree_log_max_files", 0, "1 or more"),
         ("turn_stop_strings", ["]", ""], "remove it"),
         ("turn_stop_strings", "]", "pass a list of strings, here [']']"),
-        ("use_vllm", True, "set `use_vllm=False`"),
     ],
 )
 def test_number_out_of_range(name, value, remedy):
     with pytest.raises(ValueError) as error:
         config(**{name: value})
     says(error, f"`{name}", remedy)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedies"),
+    [
+        ({"use_vllm": False, "vllm_rollout_mode": "continuous"}, ["`use_vllm=True`", "remove it"]),
+        ({"vllm_rollout_mode": "nonsense"}, ["'continuous', 'lockstep'"]),
+        ({"vllm_mode": "nonsense"}, ["`vllm_mode` is 'nonsense'", "'colocate' or 'server'"]),
+        ({"vllm_mode": "server", "vllm_rollout_mode": "continuous"}, ["`vllm_mode='colocate'`"]),
+        ({"use_transformers_continuous_batching": True}, ["set only one of them"]),
+        ({"ds3_gather_for_generation": False}, ["`ds3_gather_for_generation=True`"]),
+        ({"generation_kwargs": {"n": 2}}, ["'n'", "remove it"]),
+        ({"generation_kwargs": {"seed": 1}}, ["'seed'", "same random numbers"]),
+        ({"generation_kwargs": {"max_tokens": 5}}, ["'max_tokens'", "`max_turn_length`"]),
+        ({"generation_kwargs": {"stop": ["a"]}}, ["'stop'", "`turn_stop_strings`"]),
+        ({"generation_kwargs": {"stop_token_ids": [1]}}, ["'stop_token_ids'", "`eos_token_id`"]),
+        ({"generation_kwargs": {"logprobs": 5}}, ["'logprobs'", "remove it"]),
+    ],
+)
+def test_what_vllm_can_not_do(options, remedies):
+    with pytest.raises(ValueError) as error:
+        config(**({"use_vllm": True} | options))
+    says(error, *remedies)
+
+
+def test_modes_of_vllm():
+    assert not config().is_continuous
+    assert config(use_vllm=True).is_continuous
+    assert not config(use_vllm=True, vllm_rollout_mode="lockstep").is_continuous
+    assert not config(use_vllm=True, vllm_mode="server").is_continuous
+    # What is TRL's to pass on stays as it is
+    kept = {"frequency_penalty": 0.1, "min_tokens": 2}
+    assert config(use_vllm=True, generation_kwargs=kept).generation_kwargs == kept
+    assert config(generation_kwargs={"seed": 1}).generation_kwargs == {"seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "value"),
+    [
+        ("server", "vllm_tensor_parallel_size", 2),
+        ("server", "vllm_enable_sleep_mode", True),
+        ("server", "vllm_max_model_length", 100),
+        ("server", "vllm_gpu_memory_utilization", 0.5),
+        ("server", "vllm_model_impl", "transformers"),
+        ("colocate", "vllm_server_base_url", "http://localhost:8000"),
+        ("colocate", "vllm_group_port", 1),
+    ],
+)
+def test_an_option_of_the_other_mode_is_told_to_do_nothing(caplog, mode, name, value):
+    config(use_vllm=True, vllm_mode=mode)
+    assert "has no effect" not in caplog.text
+    config(use_vllm=True, vllm_mode=mode, **{name: value})
+    assert f"`{name}` has no effect with `vllm_mode='{mode}'`" in caplog.text
+
+
+def test_a_model_that_vllm_can_not_find_again(tmp_path):
+    """vLLM reads the model from where its name says, and an object made in memory has none."""
+    model = make_model()
+    with pytest.raises(ValueError) as error:
+        TRACETrainer(
+            model,
+            length_reward,
+            make_config(tmp_path, use_vllm=True),
+            chat_dataset(),
+            processing_class=make_tokenizer(),
+        )
+    says(error, "vLLM", "`save_pretrained`")
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ COMMAND_LINE = {
     "turn_stop_strings": ["Observation:", "]\n"],
     "env_timeout": 5.0,
     "env_max_workers": 4,
+    "vllm_rollout_mode": "lockstep",
     "log_trees": True,
     "tree_log_max_megabytes": 1.5,
     "tree_log_max_files": 3,
@@ -254,6 +255,7 @@ def test_every_option_is_tried_with_another_value_than_its_default():
 @pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
 def test_command_line_sets_every_option(parser):
     common = ["--output_dir", "out", "--use_cpu", "True", "--bf16", "False", "--report_to", "none"]
+    common += ["--use_vllm", "True"]
     (args,) = parser((TRACEConfig,)).parse_args_into_dataclasses(common + arguments(COMMAND_LINE))
     assert {name: getattr(args, name) for name in COMMAND_LINE} == COMMAND_LINE
     assert all(type(getattr(args, name)) is type(value) for name, value in COMMAND_LINE.items())

@@ -471,6 +471,9 @@ class TwoProcesses:
     def most(self, number):
         return max(self.gather("most", number))
 
+    def any_of(self, *flags):
+        return [any(column) for column in zip(*self.gather("any_of", flags), strict=True)]
+
     def check(self, error):
         if any(self.gather("check", error is not None)):
             raise error or RuntimeError("another process failed")

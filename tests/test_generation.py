@@ -267,7 +267,7 @@ def test_rounds_unwrap_the_model_once_and_wrap_it_again_whatever_happens(generat
     monkeypatch.setattr(trainer.accelerator, "unwrap_model", lambda *a, **k: unwrapped.append(a) or unwrap(*a, **k))
     model.gradient_checkpointing_enable()
     try:
-        with pytest.raises(ValueError) if error else nullcontext(), generator.rounds():
+        with pytest.raises(ValueError) if error else nullcontext(), generator.session():
             assert not model.is_gradient_checkpointing
             for _ in range(3):
                 (turn,) = sample(generator, [[9]], [RED + [END]], [5])
@@ -286,7 +286,7 @@ def test_sharded_weights_are_gathered_in_each_round_alone(generator, monkeypatch
     unwrapped = []
     monkeypatch.setattr(trainer, "_dist", SimpleNamespace(is_zero3=True))
     monkeypatch.setattr(generation, "unwrap_model_for_generation", lambda *a, **k: unwrapped.append(a))
-    with generator.rounds():
+    with generator.session():
         assert not unwrapped and generator._model is None
 
 

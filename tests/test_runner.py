@@ -448,3 +448,97 @@ def test_overhead_of_trivial_calls(runner):
             runner.run([function] * 1024, timeout=60)
             seconds.append(time.process_time() - started)
         assert min(seconds) < 0.05
+
+
+# One by one
+
+
+def collect_all(stream, count, limit=10.0):
+    """What the next `count` calls of a stream came to, in the order in which they were answered."""
+    answers, ends = [], time.monotonic() + limit
+    while len(answers) < count:
+        assert time.monotonic() < ends
+        answers += stream.collect(0.01)
+    return answers
+
+
+def test_a_stream_answers_each_call_as_it_ends():
+    stream = ConcurrentRunner().stream()
+    release = threading.Event()
+
+    def slow():
+        assert release.wait(10)
+        return "slow"
+
+    async def quick():
+        return "async"
+
+    def failing():
+        raise ValueError("fails")
+
+    stream.submit("a", slow)
+    stream.submit("b", lambda: "plain")
+    stream.submit("c", quick)
+    stream.submit("d", failing)
+    found = dict(collect_all(stream, 3))
+    assert found["b"] == "plain" and found["c"] == "async" and str(found["d"]) == "fails"
+    assert len(stream) == 1 and stream.collect() == []
+    release.set()
+    assert collect_all(stream, 1) == [("a", "slow")]
+    assert len(stream) == 0 and stream.collect(5.0) == []
+
+
+def test_calls_of_a_stream_that_wait_get_workers_and_no_more_than_there_are_calls():
+    runner = ConcurrentRunner()
+    stream = runner.stream()
+    everyone = threading.Barrier(100, timeout=20)
+    for number in range(100):
+        stream.submit(number, everyone.wait)
+    ends = time.monotonic() + 20
+    answers = []
+    while len(answers) < 100 and time.monotonic() < ends:
+        # The one who asks computes, as vLLM does
+        sum(range(20_000))
+        answers += stream.collect()
+    assert sorted(number for number, _ in answers) == list(range(100))
+    assert not [answer for _, answer in answers if isinstance(answer, BaseException)]
+    assert len(runner._workers) <= 100
+
+
+def test_a_call_of_a_stream_that_takes_too_long_is_given_up():
+    stream = ConcurrentRunner().stream(timeout=0.1)
+    release, late = threading.Event(), []
+
+    async def hanging():
+        await asyncio.sleep(30)
+
+    stream.submit("thread", lambda: release.wait(20) and "late")
+    stream.submit("coroutine", hanging)
+    found = dict(collect_all(stream, 2))
+    assert all(isinstance(answer, EnvironmentTimeout) for answer in found.values())
+    assert "within 0.1 seconds" in str(found["thread"])
+    found["thread"].when_returned(late.append)
+    release.set()
+    ends = time.monotonic() + 10
+    while not late and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert late == ["late"]
+
+
+def test_a_stream_that_is_closed_gives_up_what_is_open():
+    runner = ConcurrentRunner()
+    stream = runner.stream()
+    release, late = threading.Event(), []
+    stream.submit("a", lambda: release.wait(20) and "late")
+    ends = time.monotonic() + 10
+    while not runner._workers and time.monotonic() < ends:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    ((tag, error),) = stream.close()
+    assert tag == "a" and len(stream) == 0 and stream.collect() == []
+    error.when_returned(late.append)
+    release.set()
+    while not late and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert late == ["late"]
+    assert runner.run([lambda: 1, lambda: 2]) == [1, 2]

@@ -9,6 +9,7 @@ import pytest
 import trl
 from transformers.trainer import Trainer
 from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.base_trainer import _BaseTrainer
 
 from toys import length_reward, make_config, make_model, make_tokenizer, string_dataset
@@ -51,6 +52,7 @@ def used_by_package() -> set[str]:
 def listed() -> set[str]:
     looked_up = {name for names in seams.LOOKED_UP.values() for name in names}
     attributes = {*seams.ATTRIBUTES, *seams.ENVIRONMENT_ATTRIBUTES, *seams.ASYNC_ATTRIBUTES}
+    attributes |= {*seams.TRANSFORMERS_ATTRIBUTES, *seams.VLLM_ATTRIBUTES}
     return {*seams.OVERRIDDEN, *seams.CALLED} | looked_up | attributes
 
 
@@ -66,6 +68,15 @@ def test_list_covers_every_name_of_trl_that_is_used():
 def test_list_holds_nothing_that_is_not_used():
     asked_for_by_the_check = {"_has_async_funcs", "_prepare_inputs"}
     assert listed() - used_by_package() - asked_for_by_the_check == set()
+
+
+def test_list_covers_what_is_used_of_trls_vllm_generation():
+    used = set()
+    for node in ast.walk(ast.parse((PACKAGE / "vllm_generation.py").read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("vllm", "self.vllm"):
+            used.add(node.attr)
+    assert used == set(seams.VLLM_GENERATION)
+    assert used <= defined_by(VLLMGeneration)
 
 
 def test_overridden_methods_are_those_of_the_list():
@@ -127,23 +138,29 @@ def test_supported_versions_pass(monkeypatch, version):
     seams.check_trl()
 
 
+NAMES = (
+    *(*seams.ATTRIBUTES, *seams.ENVIRONMENT_ATTRIBUTES, *seams.ASYNC_ATTRIBUTES),
+    *(*seams.TRANSFORMERS_ATTRIBUTES, *seams.VLLM_ATTRIBUTES),
+)
+
+
 class Bare:
     """A trainer that has every attribute on the list but one."""
 
     def __init__(self, without: str, environments: bool = True):
-        for name in (*seams.ATTRIBUTES, *seams.ENVIRONMENT_ATTRIBUTES, *seams.ASYNC_ATTRIBUTES):
+        for name in NAMES:
             if name != without:
                 setattr(self, name, None)
         self._has_async_funcs = True
+        if without != "use_vllm":
+            self.use_vllm = without in seams.VLLM_ATTRIBUTES
         if without != "environment_factories":
             self.environment_factories = {} if environments else None
         if without == "_has_async_funcs":
             del self._has_async_funcs
 
 
-@pytest.mark.parametrize(
-    "name", [*seams.ATTRIBUTES, *seams.ENVIRONMENT_ATTRIBUTES, *seams.ASYNC_ATTRIBUTES], ids=lambda name: name
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_removed_attribute_fails_with_a_sentence(name):
     with pytest.raises(ImportError, match=rf"no longer sets GRPOTrainer\.{name}, .* install"):
         seams.check_trainer(Bare(without=name))

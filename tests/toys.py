@@ -9,6 +9,7 @@ import itertools
 import json
 import socket
 import threading
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -20,7 +21,7 @@ from trl.chat_template_utils import add_response_schema
 from trace_trl import TRACEConfig, TRACETrainer
 from trace_trl.codec import Codec
 from trace_trl.engine import Limits, RootPlan, TreeRolloutEngine
-from trace_trl.generation import Request, Sample
+from trace_trl.generation import Sample
 from trace_trl.tree import RolloutTree
 
 
@@ -200,7 +201,7 @@ class ScriptedGenerator:
         return [request for call in self.calls for request in call]
 
     def __call__(self, requests):
-        self.calls.append([Request(list(request.context), request.max_new_tokens) for request in requests])
+        self.calls.append([replace(request, context=list(request.context)) for request in requests])
         return [self._sample(request) for request in requests]
 
     def _sample(self, request):

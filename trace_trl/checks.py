@@ -43,6 +43,20 @@ def check_arguments(
         )
 
 
+def check_vllm_model(model: Any, vllm_mode: str) -> None:
+    """Raises `ValueError` for a model that a vLLM beside the trainer can't be started with.
+
+    Args:
+        model: the trainer's model, or where it is loaded from.
+        vllm_mode: a server has loaded its model by itself.
+    """
+    if vllm_mode == "colocate" and not isinstance(model, str) and not getattr(model, "name_or_path", ""):
+        raise ValueError(
+            "vLLM loads the model from a folder or from the Hub, and this one was made in memory: save it with "
+            "`save_pretrained`, and pass the folder, or the model loaded from there."
+        )
+
+
 def check_datasets(*datasets: Any, needs_prompt: bool = True) -> None:
     """Raises `ValueError` for data sets without prompts or with images, as far as columns and first rows show them.
 

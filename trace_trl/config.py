@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from trl import GRPOConfig
 
@@ -19,6 +19,32 @@ DEFAULT_CONTINUATIONS = 2  # N of the paper's main runs
 # "dapo" is uniform allocation whose groups without contrast are replaced while the pool lasts
 ROOT_ALLOCATIONS = (*ROOT_ALLOCATORS, "dapo")
 PREFIX_ALLOCATIONS = tuple(PREFIX_ALLOCATORS)
+VLLM_ROLLOUT_MODES = ("continuous", "lockstep")
+# What `vllm serve` is told by options of its own, and what only a client of it needs
+COLOCATE_OPTIONS = (
+    *("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization"),
+    *("vllm_tensor_parallel_size", "vllm_max_model_length"),
+)
+SERVER_OPTIONS = (
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+    *("vllm_server_timeout", "vllm_group_port"),
+)
+# Of vLLM's sampling parameters, those that belong to a turn, and what decides them
+VLLM_TURN_OPTIONS = {
+    "n": "a branch has one next turn, and branching is decided by `prefix_allocation`: remove it",
+    "seed": "every branch would draw the same random numbers: remove it, and set `seed` of the configuration",
+    "max_tokens": "set `max_turn_length` and `max_completion_length`",
+    "stop": "set `turn_stop_strings`",
+    "include_stop_str_in_output": "stop strings stay part of the turn: remove it",
+    "stop_token_ids": "set `eos_token_id` of the model's generation config",
+    "ignore_eos": "a turn ends with its end-of-turn token: remove it",
+    "logprobs": "those of the sampled tokens are always kept: remove it",
+    "prompt_logprobs": "nothing reads them: remove it",
+    "detokenize": "remove it",
+    "skip_special_tokens": "remove it",
+    "spaces_between_special_tokens": "remove it",
+    "output_kind": "remove it",
+}
 
 
 @dataclass
@@ -110,6 +136,13 @@ class TRACEConfig(GRPOConfig):
         env_max_workers (`int`, *optional*, defaults to `1024`):
             Most calls of synchronous environments at once, each in a thread. Threads are started as calls are seen to
             wait for something.
+
+        > Parameters that control generation with vLLM
+
+        vllm_rollout_mode (`str`, *optional*):
+            `"continuous"` (a branch goes on as soon as its own environment has answered) or `"lockstep"` (all branches
+            go on together, round by round; the same seed then samples the same turns again). If `None`, it is
+            `"continuous"` with `vllm_mode="colocate"`, and `"lockstep"` with a server, which knows no other.
 
         > Parameters that control logging
 
@@ -241,6 +274,16 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Most calls of synchronous environments at once, each in a thread."},
     )
 
+    # Parameters that control generation with vLLM
+    vllm_rollout_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "When branches go on: each as soon as its own environment has answered, or all together, round by "
+            "round. If `None`, it is 'continuous' with `vllm_mode='colocate'`, else 'lockstep'.",
+            "choices": list(VLLM_ROLLOUT_MODES),
+        },
+    )
+
     # Parameters that control logging
     log_trees: bool = field(
         default=False,
@@ -263,6 +306,7 @@ class TRACEConfig(GRPOConfig):
         super().__post_init__()
         self._check_choices()
         self._check_numbers()
+        self._check_vllm()
         self._resolve_budget()
 
     @property
@@ -318,6 +362,49 @@ class TRACEConfig(GRPOConfig):
             if value not in choices:
                 raise ValueError(f"`{name}` is {value!r}: set it to one of {', '.join(map(repr, choices))}.")
 
+    def _check_vllm(self) -> None:
+        if self.vllm_rollout_mode not in (None, *VLLM_ROLLOUT_MODES):
+            raise ValueError(
+                f"`vllm_rollout_mode` is {self.vllm_rollout_mode!r}: set it to one of "
+                f"{', '.join(map(repr, VLLM_ROLLOUT_MODES))}."
+            )
+        if not self.use_vllm:
+            if self.vllm_rollout_mode is not None:
+                raise ValueError("`vllm_rollout_mode` concerns vLLM only: set `use_vllm=True`, or remove it.")
+            return
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "`use_vllm` and `use_transformers_continuous_batching` are two ways to generate: set only one of them."
+            )
+        if self.vllm_mode not in ("colocate", "server"):
+            raise ValueError(f"`vllm_mode` is {self.vllm_mode!r}: set it to 'colocate' or 'server'.")
+        if self.vllm_mode == "server" and self.vllm_rollout_mode == "continuous":
+            raise ValueError(
+                "`vllm_rollout_mode='continuous'` needs the engine in the trainer's own processes: set "
+                "`vllm_mode='colocate'`, or `vllm_rollout_mode='lockstep'`."
+            )
+        if not self.ds3_gather_for_generation:
+            raise ValueError(
+                "`ds3_gather_for_generation=False` concerns generation by the trainer's own model, not by vLLM: "
+                "set `ds3_gather_for_generation=True`."
+            )
+        for name, remedy in VLLM_TURN_OPTIONS.items():
+            if name in (self.generation_kwargs or {}):
+                raise ValueError(f"`generation_kwargs` holds {name!r}, which every turn has of its own: {remedy}.")
+
+        idle, remedy = SERVER_OPTIONS, "remove it, or set `vllm_mode='server'`"
+        if self.vllm_mode == "server":
+            idle, remedy = COLOCATE_OPTIONS, "start `vllm serve` with the option of that name"
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in idle:
+            if getattr(self, name) != defaults[name]:
+                logger.warning(f"`{name}` has no effect with `vllm_mode='{self.vllm_mode}'`: {remedy}.")
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether branches go on one by one, not round by round."""
+        return self.use_vllm and self.vllm_mode == "colocate" and self.vllm_rollout_mode != "lockstep"
+
     def _check_numbers(self) -> None:
         for name, least in (
             ("continuations_per_root", 0),
@@ -351,11 +438,6 @@ class TRACEConfig(GRPOConfig):
             )
         if self.turn_stop_strings is not None and not all(self.turn_stop_strings):
             raise ValueError("`turn_stop_strings` holds an empty string, which would end every turn: remove it.")
-        if self.use_vllm:
-            raise ValueError(
-                "`use_vllm=True` is not supported by TRACETrainer yet: set `use_vllm=False`, or "
-                "`use_transformers_continuous_batching=True` for batched paged attention."
-            )
 
     # The budget. Options that may be `None` are numbers once it is resolved.
 

@@ -11,9 +11,7 @@ through a generator, processes only through a [`Sync`].
 
 from __future__ import annotations
 
-import gc
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +23,7 @@ import numpy as np
 
 from .allocation import PREFIX_ALLOCATORS
 from .codec import Codec, Turned
+from .collecting import collecting_rarely
 from .environments.base import Action, Environment, Episode, Reply, UnsupportedError, describe
 from .environments.forking import Snapshot, take_snapshot
 from .environments.runner import ConcurrentRunner, EnvironmentTimeout
@@ -41,6 +40,9 @@ class Sync(Protocol):
     def most(self, number: int) -> int:
         """The largest `number` of all processes."""
 
+    def any_of(self, *flags: bool) -> list[bool]:
+        """Which of the `flags` are set on any process."""
+
     def check(self, error: BaseException | None) -> None:
         """Raises on every process if any passes an error: its own error where there is one."""
 
@@ -48,6 +50,9 @@ class Sync(Protocol):
 class OneProcess:
     def most(self, number: int) -> int:
         return number
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        return list(flags)
 
     def check(self, error: BaseException | None) -> None:
         if error is not None:
@@ -102,11 +107,12 @@ class RootPlan:
     started: int = 0  # rollouts started so far, of all kinds
     running: int = 0  # bare rollouts still live
     expanded: bool = False
+    choices: int = 0  # how often prefixes were chosen
     snapshots: dict[Turn, Snapshot] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
-class _Branch:
+class Branch:
     plan: RootPlan
     node: Turn  # the last turn played; the next one is sampled behind it
     episode: Episode
@@ -116,8 +122,8 @@ class _Branch:
     info: dict[str, float] = field(default_factory=dict)  # last numbers of the environment
 
 
-class _Acting(NamedTuple):
-    branch: _Branch
+class Acting(NamedTuple):
+    branch: Branch
     action: Action
     end: int | None  # the token its turn ended with, `None` if a stop string ended it
 
@@ -130,6 +136,7 @@ class Stats:
     turns: int = 0
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
+    cached_tokens: int | None = None  # of these, those in the backend's prefix cache; `None` if it has none
     environment_calls: int = 0
     environment_failures: int = 0
     discarded_leaves: int = 0
@@ -164,8 +171,9 @@ class TreeRolloutEngine:
         tools (`Callable[[RolloutTree], list]`, *optional*): tools a prompt was rendered with, for parsing its turns.
         progress (`Callable[[Stats, int, int], None]`, *optional*): called after every round with leaves done and
             wanted.
-        rounds (`Callable[[], AbstractContextManager]`, *optional*): what the generator wants around all rounds of a
-            run.
+        generating (`Callable[[], AbstractContextManager]`): opened by all processes around all rounds of a `run`.
+        schedule (`type[Run]`): when branches go on: all of them, round by round, or each as soon as it can
+            ([`~trace_trl.continuous.ContinuousRun`]).
     """
 
     def __init__(
@@ -184,7 +192,8 @@ class TreeRolloutEngine:
         sync: Sync | None = None,
         tools: Callable[[RolloutTree], list | None] = lambda tree: None,
         progress: Callable[[Stats, int, int], None] | None = None,
-        rounds: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        generating: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        schedule: type[Run] | None = None,
     ):
         self.generate = generate
         self.codec = codec
@@ -200,7 +209,8 @@ class TreeRolloutEngine:
         self.sync = sync or OneProcess()
         self.tools = tools
         self.progress = progress
-        self.rounds = rounds
+        self.generating = generating
+        self.schedule = schedule or Run
         self._warned = False
 
     def reset(self, examples: Sequence[tuple[dict[str, Any], Any]]) -> list[Episode]:
@@ -220,10 +230,13 @@ class TreeRolloutEngine:
                 was replaced ends with `bare == 0`; a reserve that was used takes over its numbers.
             seed: of the prefix allocator's random choices.
         """
-        run = _Run(self, list(plans), list(reserves), np.random.default_rng(seed))
+        run = self.schedule(self, list(plans), list(reserves), seed)
         try:
-            with _collecting_rarely, self.rounds():
-                return run.play()
+            with collecting_rarely:
+                started = time.perf_counter()
+                with self.generating():
+                    run.stats.seconds["generation"] += time.perf_counter() - started
+                    return run.play()
         except _Uncommunicable as error:
             run.abandon()
             raise error.__cause__ from None  # type: ignore[misc]
@@ -254,41 +267,6 @@ class TreeRolloutEngine:
                 self.environment.warn_once("close", f"Closing an environment failed: {describe(result)}", result)
 
 
-class _CollectingRarely:
-    """
-    While the engine runs, Python looks for garbage after every 100,000 new objects instead of 700.
-
-    A forest is made of many small objects that all stay. Python takes their number for a sign of garbage, and goes
-    through every object of the process, those of torch and transformers included, once or twice in a generation: that
-    takes longer than a round of the engine.
-    """
-
-    THRESHOLD = 100_000
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = gc.get_threshold()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._before = gc.get_threshold()
-                # 0 is a user's choice: no garbage is looked for at all
-                if 0 < self._before[0] < self.THRESHOLD:
-                    gc.set_threshold(self.THRESHOLD, *self._before[1:])
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                gc.set_threshold(*self._before)
-
-
-_collecting_rarely = _CollectingRarely()
-
-
 class _Uncommunicable(BaseException):
     """
     An error within a call that all processes make together. The others are in that call, not at the point where errors
@@ -296,31 +274,31 @@ class _Uncommunicable(BaseException):
     """
 
 
-def _collective(function: Callable, *args: Any) -> Any:
+def collective(function: Callable, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
         raise _Uncommunicable from error
 
 
-class _Run:
-    """State of one `TreeRolloutEngine.run`."""
+class Run:
+    """State of one `TreeRolloutEngine.run`, whose branches all go on together, round by round."""
 
     def __init__(
         self,
         engine: TreeRolloutEngine,
         plans: list[RootPlan],
         reserves: list[RootPlan],
-        random: np.random.Generator,
+        seed: int | None = None,
     ):
         self.engine = engine
         self.limits = engine.limits
         self.plans = plans
         self.reserves = reserves
-        self.random = random
+        self.seed = int(np.random.default_rng().integers(2**31)) if seed is None else seed
         self.stats = Stats()
-        self.live: list[_Branch] = []
-        self.unscored: list[_Branch] = []
+        self.live: list[Branch] = []
+        self.unscored: list[Branch] = []
         self.open = {plan.episode for plan in [*plans, *reserves]}
         self.wanted = sum(plan.bare + plan.continuations for plan in plans)
         self.done = 0
@@ -364,7 +342,7 @@ class _Run:
         leaf = Leaf(kind=kind, rollout=plan.started)
         plan.started += 1
         self.open.add(episode)
-        self.live.append(_Branch(plan, node, episode, leaf, node.history_ids()))
+        self.live.append(Branch(plan, node, episode, leaf, node.history_ids()))
 
     def _root_episodes(self, counts: Sequence[tuple[RootPlan, int]]) -> dict[RootPlan, list[Episode]]:
         """Further episodes in the state `reset` leaves, per plan."""
@@ -400,21 +378,31 @@ class _Run:
                 plan.snapshots[plan.tree.root] = snapshot
             elif isinstance(snapshot, EnvironmentTimeout):
                 plan.episode.lose(snapshot)
-                snapshot.when_returned(_close_late)
+                snapshot.when_returned(close_late)
 
     # One round
 
     def _play_turn(self) -> None:
         """Samples the next turn of every live branch, lets environments answer, and ends branches that are over."""
-        requests = self._requests()
+        requests = self._requests(self.live)
         samples = self._generate(requests)
         self._check_samples(requests, samples)
-        turns = self._decode(requests, samples)
         branches, self.live = self.live, []
-        acting: list[_Acting] = []
+        self._answer(self._take_turns(branches, requests, samples))
+        self._take_snapshots()
+        self._show_progress()
+
+    def _take_turns(
+        self, branches: Sequence[Branch], requests: Sequence[Request], samples: Sequence[Sample]
+    ) -> list[Acting]:
+        """Appends what was sampled to its branches. Returns those that the environment is to answer."""
+        turns = self._decode(branches, requests, samples)
+        acting: list[Acting] = []
         for branch, sample, turn in zip(branches, samples, turns, strict=True):
             self.stats.turns += 1
             self.stats.sampled_tokens += len(sample.token_ids)
+            if sample.cached_tokens is not None:
+                self.stats.cached_tokens = (self.stats.cached_tokens or 0) + sample.cached_tokens
             branch.node = branch.plan.tree.add_turn(
                 branch.node,
                 sample.token_ids,
@@ -430,36 +418,39 @@ class _Run:
             else:
                 end = sample.token_ids[-1] if sample.finish == "eos" else None
                 action = Action(turn.text, turn.message, self._messages(branch), turn.malformed)
-                acting.append(_Acting(branch, action, end))
-        self._answer(acting)
-        self._take_snapshots()
+                acting.append(Acting(branch, action, end))
+        return acting
+
+    def _show_progress(self) -> None:
         if self.engine.progress is not None:
             self.engine.progress(self.stats, self.done, self.wanted)
 
-    def _requests(self) -> list[Request]:
+    def _requests(self, branches: Sequence[Branch]) -> list[Request]:
         requests = []
-        for branch in self.live:
+        for branch in branches:
             left = self.limits.left(branch.plan.tree, branch.node)
             limit = left if self.limits.turn is None else min(left, self.limits.turn)
-            requests.append(Request(branch.context, limit))
+            requests.append(Request(branch.context, limit, (branch.plan.tree.index, branch.leaf.rollout)))
         return requests
 
     def _generate(self, requests: list[Request]) -> list[Sample]:
         started = time.perf_counter()
         # A process without live branches takes part: sharded weights are gathered by all
-        samples = _collective(self.engine.generate, requests or [Request(self.engine.codec.idle_context, 1)])
+        samples = collective(self.engine.generate, requests or [Request(self.engine.codec.idle_context, 1)])
         self.stats.seconds["generation"] += time.perf_counter() - started
         self.stats.rounds += 1
         self.stats.prefilled_tokens += sum(len(request.context) for request in requests)
         return samples if requests else []
 
-    def _decode(self, requests: list[Request], samples: list[Sample]) -> list[Turned]:
-        tools = [self.engine.tools(branch.plan.tree) for branch in self.live]
+    def _decode(
+        self, branches: Sequence[Branch], requests: Sequence[Request], samples: Sequence[Sample]
+    ) -> list[Turned]:
+        tools = [self.engine.tools(branch.plan.tree) for branch in branches]
         return self.engine.codec.decode_turns(
             [(s.token_ids, r.context, t) for s, r, t in zip(samples, requests, tools, strict=True)]
         )
 
-    def _check_samples(self, requests: list[Request], samples: list[Sample]) -> None:
+    def _check_samples(self, requests: Sequence[Request], samples: Sequence[Sample]) -> None:
         """Refuses what can't be the answer to the requests, before any of it is taken for a branch's next turn."""
         name = getattr(self.engine.generate, "__qualname__", type(self.engine.generate).__qualname__)
         if len(samples) != len(requests):
@@ -474,18 +465,22 @@ class _Run:
                     f"which may use {request.max_new_tokens}."
                 )
 
-    def _messages(self, branch: _Branch) -> list[dict[str, Any]]:
+    def _messages(self, branch: Branch) -> list[dict[str, Any]]:
         prompt = branch.plan.tree.prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return messages + [message for turn in branch.node.path() for message in turn.messages]
 
-    def _answer(self, acting: list[_Acting]) -> None:
+    def _answer(self, acting: list[Acting]) -> None:
         started = time.perf_counter()
         replies = self.engine.runner.run(
             [partial(branch.episode.step, action) for branch, action, _ in acting], self.engine.timeout
         )
         self.stats.seconds["environment"] += time.perf_counter() - started
-        asking: list[tuple[_Acting, Reply]] = []
+        self._go_on(acting, replies)
+
+    def _go_on(self, acting: Sequence[Acting], replies: Sequence[Any]) -> None:
+        """Appends what environments answered, or raised, to the branches. Those that are not over are live."""
+        asking: list[tuple[Acting, Reply]] = []
         for act, reply in zip(acting, replies, strict=True):
             branch, action, _ = act
             if isinstance(reply, UnsupportedError):
@@ -507,7 +502,7 @@ class _Run:
         for (branch, action, _), reply, ids in self._encoded(asking):
             self._continue(branch, action, reply, ids)
 
-    def _encoded(self, asking: list[tuple[_Acting, Reply]]) -> Iterator[tuple[_Acting, Reply, list[int]]]:
+    def _encoded(self, asking: list[tuple[Acting, Reply]]) -> Iterator[tuple[Acting, Reply, list[int]]]:
         encode = self.engine.codec.encode_replies
         for (act, reply), ids in zip(asking, encode([(reply, act.end) for act, reply in asking]), strict=True):
             if isinstance(ids, Exception):
@@ -519,7 +514,7 @@ class _Run:
                     raise ids
             yield act, reply, ids
 
-    def _continue(self, branch: _Branch, action: Action, reply: Reply, ids: list[int]) -> None:
+    def _continue(self, branch: Branch, action: Action, reply: Reply, ids: list[int]) -> None:
         node, tree = branch.node, branch.plan.tree
         if not self.limits.fits(tree, node, len(ids)):
             # Never sliced: neither ids nor messages tell of it
@@ -535,7 +530,7 @@ class _Run:
         else:
             self.live.append(branch)
 
-    def _end(self, branch: _Branch, reason: str) -> None:
+    def _end(self, branch: Branch, reason: str) -> None:
         branch.leaf.reason = reason
         branch.leaf.environment = branch.episode.environment
         branch.node.leaf = branch.leaf
@@ -549,32 +544,36 @@ class _Run:
 
     def _take_snapshots(self) -> None:
         """Keeps the state at every prefix that a continuation may start from."""
-        chosen = [
-            branch
-            for branch in self.live
-            if branch.leaf.kind == "bare"
-            and branch.plan.continuations
-            and not branch.episode.is_tainted
-            and branch.node.depth
-            and branch.node not in branch.plan.snapshots
-        ]
-        jobs = []
-        for branch in chosen:
-            example, prompt = branch.plan.tree.example, branch.plan.tree.example.get("prompt")
-            restart = partial(self.engine.environment.reset, example, prompt)
-            jobs.append(partial(take_snapshot, branch.episode, restart, branch.history))
+        chosen = [branch for branch in self.live if self._wants_snapshot(branch)]
         started = time.perf_counter()
-        snapshots = self.engine.runner.run(jobs, self.engine.timeout)
+        snapshots = self.engine.runner.run([self._snapshot_of(branch) for branch in chosen], self.engine.timeout)
         self.stats.seconds["environment"] += time.perf_counter() - started
         for branch, snapshot in zip(chosen, snapshots, strict=True):
-            if isinstance(snapshot, BaseException):
-                self._count_unforkable(snapshot)
-                if isinstance(snapshot, EnvironmentTimeout):
-                    # Nor is it tried again in later turns, each of which it would hold up
-                    branch.episode.lose(snapshot)
-                    snapshot.when_returned(_close_late)
-            else:
-                branch.plan.snapshots[branch.node] = snapshot
+            self._keep_snapshot(branch, snapshot)
+
+    def _wants_snapshot(self, branch: Branch) -> bool:
+        return (
+            branch.leaf.kind == "bare"
+            and branch.plan.continuations > 0
+            and not branch.episode.is_tainted
+            and branch.node.depth > 0
+            and branch.node not in branch.plan.snapshots
+        )
+
+    def _snapshot_of(self, branch: Branch) -> Callable[[], Snapshot]:
+        example, prompt = branch.plan.tree.example, branch.plan.tree.example.get("prompt")
+        restart = partial(self.engine.environment.reset, example, prompt)
+        return partial(take_snapshot, branch.episode, restart, branch.history)
+
+    def _keep_snapshot(self, branch: Branch, snapshot: Any) -> None:
+        if isinstance(snapshot, BaseException):
+            self._count_unforkable(snapshot)
+            if isinstance(snapshot, EnvironmentTimeout):
+                # Nor is it tried again in later turns, each of which it would hold up
+                branch.episode.lose(snapshot)
+                snapshot.when_returned(close_late)
+        else:
+            branch.plan.snapshots[branch.node] = snapshot
 
     def _count_unforkable(self, error: BaseException) -> None:
         self.stats.unforkable_prefixes += 1
@@ -588,19 +587,19 @@ class _Run:
 
     # Expansion
 
-    def _ready(self) -> list[_Branch]:
+    def _ready(self) -> list[Branch]:
         """The bare rollouts of every prompt that has no live one left."""
         early = self.engine.is_mixed is not None
         return [b for b in self.unscored if not b.plan.running and (early or b.plan.continuations)]
 
-    def _score_all(self, branches: list[_Branch]) -> BaseException | None:
+    def _score_all(self, branches: list[Branch]) -> BaseException | None:
         if not self.engine.score_together:
             return self._attempt(self._score, branches) if branches else None
         if self.engine.sync.most(len(branches)):
-            _collective(self._score, branches)
+            collective(self._score, branches)
         return None
 
-    def _score(self, branches: list[_Branch]) -> None:
+    def _score(self, branches: list[Branch]) -> None:
         started = time.perf_counter()
         order = {plan: number for number, plan in enumerate(self.plans)}
         branches = sorted(branches, key=lambda branch: (order[branch.plan], branch.leaf.rollout))
@@ -632,7 +631,7 @@ class _Run:
     def _predict(self, plans: list[RootPlan]) -> None:
         started = time.perf_counter()
         leaves = [leaf for plan in plans for leaf in plan.tree.leaves()]
-        _collective(self.engine.predict, leaves)  # type: ignore[arg-type]
+        collective(self.engine.predict, leaves)  # type: ignore[arg-type]
         self.stats.seconds["predictor"] += time.perf_counter() - started
 
     def _replace_agreeing(self, plans: list[RootPlan]) -> None:
@@ -661,12 +660,15 @@ class _Run:
                 if not chosen:
                     from_root.append((plan, count))
             pending = self._restore(jobs)
-        # A prompt without an eligible prefix spends its continuations at the root: the batch is always full
-        for plan, episodes in self._root_episodes(from_root).items():
+        self._start_extra(from_root)
+        self._close_snapshots(plans)
+
+    def _start_extra(self, counts: Sequence[tuple[RootPlan, int]]) -> None:
+        """A prompt without an eligible prefix spends its continuations at the root: the batch is always full."""
+        for plan, episodes in self._root_episodes(counts).items():
             self.stats.extra_rollouts += len(episodes)
             for episode in episodes:
                 self._start(plan, plan.tree.root, episode, "extra")
-        self._close_snapshots(plans)
 
     def _choose_prefixes(self, plan: RootPlan, count: int) -> list[Turn]:
         """Prefixes to continue from, each as often as it was allotted; empty if none is eligible."""
@@ -685,10 +687,15 @@ class _Run:
             values,
             [success for _, success in eligible],
             budget=count,
-            seed=int(self.random.integers(2**31)),
+            seed=self._choice_seed(plan),
             certainties=[1.0 if prefix.certainty is None else prefix.certainty for prefix, _ in eligible],
         )
         return [prefix for (prefix, _), repeats in zip(eligible, counts, strict=True) for _ in range(repeats)]
+
+    def _choice_seed(self, plan: RootPlan) -> int:
+        """Depends on nothing that other prompts do, nor on when they do it."""
+        plan.choices += 1
+        return int(np.random.default_rng([self.seed, plan.tree.index, plan.choices]).integers(2**31))
 
     def _restore(self, jobs: list[tuple[RootPlan, Turn]]) -> dict[RootPlan, int]:
         """Starts a branch per job. Returns how many could not be started, per plan; their prefixes are struck off."""
@@ -696,6 +703,11 @@ class _Run:
         snapshots = {node: plan.snapshots[node] for plan, node in jobs}
         episodes = self.engine.runner.run([snapshots[node].restore for _, node in jobs], self.engine.timeout)
         self.stats.seconds["environment"] += time.perf_counter() - started
+        return self._start_restored(jobs, snapshots, episodes)
+
+    def _start_restored(
+        self, jobs: Sequence[tuple[RootPlan, Turn]], snapshots: dict[Turn, Snapshot], episodes: Sequence[Any]
+    ) -> dict[RootPlan, int]:
         failed: dict[RootPlan, int] = {}
         struck_off: list[Snapshot] = []
         for (plan, node), episode in zip(jobs, episodes, strict=True):
@@ -707,7 +719,7 @@ class _Run:
                     struck_off.append(snapshot)
                 if isinstance(episode, EnvironmentTimeout):
                     snapshots[node].lose(episode)
-                    episode.when_returned(_close_late)
+                    episode.when_returned(close_late)
             else:
                 self._start(plan, node, episode, "continuation")
         self.engine.close(struck_off)
@@ -725,7 +737,7 @@ class _Run:
         self.open.clear()
 
 
-def _close_late(result: Any) -> None:
+def close_late(result: Any) -> None:
     """Closes what a call came to that had been given up."""
     if isinstance(result, (Episode, Snapshot)):
         result.close()

@@ -9,7 +9,7 @@ Contexts and turns are token ids. A turn ends with an end-of-turn token, with a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,11 +23,17 @@ from trl.trainer.utils import pad
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One live branch: `context` are the ids of its history, not to be changed, as the branch will go on with them;
-    `max_new_tokens` (> 0) is what its next turn may use."""
+    """One live branch.
+
+    Attributes:
+        context (`list[int]`): ids of its history, not to be changed, as the branch will go on with them.
+        max_new_tokens (`int`): what its next turn may use, above 0.
+        branch (`tuple[int, int]`): which one it is: the number of its prompt, and of its rollout among the prompt's.
+    """
 
     context: list[int]
     max_new_tokens: int
+    branch: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -38,15 +44,57 @@ class Sample:
         token_ids (`list[int]`): sampled ids, the end-of-turn token or stop string included.
         finish (`str`): `"eos"`, `"stop"` or `"length"`.
         logprobs (`list[float]` or `None`): log-probs of `token_ids`, where the backend gives them.
+        cached_tokens (`int` or `None`): tokens of the context that the backend had in its prefix cache and did not
+            compute again, where it has one.
     """
 
     token_ids: list[int]
     finish: str
     logprobs: list[float] | None = None
+    cached_tokens: int | None = None
 
 
 class Generator(Protocol):
     def __call__(self, requests: Sequence[Request]) -> list[Sample]: ...
+
+
+class TurnStream(Protocol):
+    """A generator that turns can be asked of one by one ([`~trace_trl.continuous.ContinuousRun`])."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to `step` for."""
+
+    def submit(self, requests: Sequence[tuple[Hashable, Request]]) -> None:
+        """Takes requests, each with a key."""
+
+    def step(self) -> list[tuple[Hashable, Sample]]:
+        """Works for a moment, and returns the turns that ended, with the keys of their requests."""
+
+
+class Backend(Protocol):
+    """A generator that a trainer is set up for."""
+
+    def __call__(self, requests: Sequence[Request]) -> list[Sample]: ...
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that a history and its next turn may have together, where it has a limit of its own."""
+
+    def session(self) -> AbstractContextManager[Any]:
+        """Open while turns are sampled with one set of weights. Entered and left by all processes together."""
+
+
+def make_backend(trainer: Any, stop_strings: Sequence[str] | None = None) -> Backend:
+    """The backend that the options of a [`TRACETrainer`] ask for."""
+    if not trainer.use_vllm:
+        return TransformersGenerator(trainer, stop_strings)
+    # vLLM is an optional package
+    from . import vllm_generation
+
+    colocated = trainer.vllm_mode == "colocate"
+    generator = vllm_generation.ColocatedGenerator if colocated else vllm_generation.ServerGenerator
+    return generator(trainer, stop_strings)
 
 
 class TransformersGenerator:
@@ -63,10 +111,10 @@ class TransformersGenerator:
         self.trainer = trainer
         self.stop_strings = list(stop_strings or [])
         self._stop: TurnStopStrings | None = None
-        self._model: Any = None  # the unwrapped model while `rounds` lasts
+        self._model: Any = None  # the unwrapped model while a `session` lasts
 
     @contextmanager
-    def rounds(self) -> Iterator[None]:
+    def session(self) -> Iterator[None]:
         """Around several rounds: the model is unwrapped once for all of them, and wrapped again whatever happens."""
         # Sharded weights are gathered while the model is unwrapped: only as long as a round takes
         if self.trainer._dist.is_zero3:
@@ -80,6 +128,10 @@ class TransformersGenerator:
             self._model = None
             # Without the error: TRL's would then leave gradient checkpointing disabled
             unwrapped.__exit__(None, None, None)
+
+    @property
+    def context_length(self) -> int | None:
+        return None
 
     def __call__(self, requests: Sequence[Request]) -> list[Sample]:
         trainer = self.trainer

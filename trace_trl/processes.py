@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,12 @@ class AcceleratorSync:
         if self.accelerator.num_processes == 1:
             return number
         return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        if self.accelerator.num_processes == 1:
+            return list(flags)
+        own = torch.tensor([flags], dtype=torch.int, device=self.accelerator.device)
+        return self.accelerator.gather(own).any(dim=0).tolist()
 
     def check(self, error: BaseException | None) -> None:
         if not self.most(int(error is not None)):
@@ -55,6 +61,45 @@ def gather_on_main(objects: list[Any], accelerator: Accelerator) -> list[Any]:
     everyone: list[Any] = [None] * accelerator.num_processes
     torch.distributed.gather_object(objects, everyone if accelerator.is_main_process else None, dst=0)
     return [item for part in everyone for item in part or ()]
+
+
+def on_main(accelerator: Accelerator, objects: list[Any], function: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Has the main process answer the objects of all processes, in one go.
+
+    Args:
+        objects: of this process; processes may have different numbers of them, or none.
+        function: called on the main process with the objects of all, in the order of the processes; gives one answer
+            per object.
+
+    Returns:
+        `list`: the answers to this process's objects.
+
+    Raises:
+        Exception: what `function` raised, on the main process; on the others a `RuntimeError` that tells of it.
+    """
+    if accelerator.num_processes == 1:
+        return function(objects)
+    processes = accelerator.num_processes
+    everyone: list[Any] = [None] * processes
+    torch.distributed.gather_object(objects, everyone if accelerator.is_main_process else None, dst=0)
+    parts: list[Any] = [None] * processes
+    error: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            answers = iter(function([item for part in everyone for item in part]))
+            parts = [(None, [next(answers) for _ in part]) for part in everyone]
+        # The others wait, and are told
+        except Exception as caught:
+            error = caught
+            parts = [(f"{type(error).__name__}: {describe(error)}", None)] * processes
+    received: list[Any] = [None]
+    torch.distributed.scatter_object_list(received, parts if accelerator.is_main_process else None, src=0)
+    text, own = received[0]
+    if error is not None:
+        raise error
+    if text is not None:
+        raise RuntimeError(f"Process 0 failed, which ends all processes. {text}")
+    return own
 
 
 def share_roots(trees: Sequence[RolloutTree], process_index: int, num_processes: int) -> None:

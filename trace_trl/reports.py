@@ -97,10 +97,14 @@ def summarise(records: Sequence[dict[str, Any]], training: bool) -> dict[str, fl
         "rollout/turns_per_leaf": _mean([d for r in records for d in r["depths"]]),
     }
     total = {
-        key: sum(r["stats"][key] for r in records) for key in records[0]["stats"] if key not in ("seconds", "info")
+        key: sum(r["stats"][key] or 0 for r in records)
+        for key in records[0]["stats"]
+        if key not in ("seconds", "info")
     }
     for key in ("sampled_tokens", "prefilled_tokens", "turns", "environment_calls", "environment_failures"):
         metrics[f"rollout/{key}"] = total[key]
+    if any(r["stats"]["cached_tokens"] is not None for r in records):
+        metrics["rollout/cached_tokens"] = total["cached_tokens"]
     metrics["rollout/rounds"] = max(r["stats"]["rounds"] for r in records)
     for stage in records[0]["stats"]["seconds"]:
         metrics[f"seconds/{stage}"] = max(r["stats"]["seconds"].get(stage, 0.0) for r in records)

@@ -85,8 +85,6 @@ ATTRIBUTES = (
     "environment_factories",
     "environments",
     "eos_token_ids",
-    "generation_config",
-    "generation_kwargs",
     "mask_truncated_completions",
     "multi_objective_aggregation",
     "num_generations",
@@ -100,6 +98,31 @@ ATTRIBUTES = (
     "shuffle_dataset",
     "tools",
     "use_transformers_continuous_batching",
+    "use_vllm",
+)
+
+# Set as well where transformers generates
+TRANSFORMERS_ATTRIBUTES = ("generation_config", "generation_kwargs")
+
+# Set as well where vLLM does
+VLLM_ATTRIBUTES = ("_last_loaded_step", "vllm_generation", "vllm_mode")
+
+# What is read, set or called on TRL's VLLMGeneration
+VLLM_GENERATION = (
+    "_llm_weights_sleeping",
+    "enable_sleep_mode",
+    "generation_kwargs",
+    "llm",
+    "min_p",
+    "repetition_penalty",
+    "structured_outputs_regex",
+    "sync_weights",
+    "temperature",
+    "tensor_parallel_size",
+    "top_k",
+    "top_p",
+    "tp_group",
+    "vllm_client",
 )
 
 # Set as well where an `environment_factory` is given
@@ -140,6 +163,7 @@ def check_trl() -> None:
 def check_trainer(trainer: Any) -> None:
     """Raises `ImportError` if a constructed trainer lacks an attribute this package reads."""
     names = list(ATTRIBUTES)
+    names += VLLM_ATTRIBUTES if getattr(trainer, "use_vllm", False) else TRANSFORMERS_ATTRIBUTES
     if getattr(trainer, "environment_factories", None) is not None:
         names += ENVIRONMENT_ATTRIBUTES
     if getattr(trainer, "_has_async_funcs", False):

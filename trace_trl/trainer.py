@@ -26,6 +26,7 @@ from . import checkpoints, checks, hub, model_card, seams
 from .advantages import GRPO_WITHOUT_BRANCHES, compute_advantages
 from .codec import Codec
 from .config import TRACEConfig
+from .continuous import ContinuousRun
 from .engine import Limits, RootPlan, Stats, TreeRolloutEngine
 from .environments.base import Episode
 from .environments.callback import EnvReset, EnvStep
@@ -33,7 +34,7 @@ from .environments.from_trainer import drop_reserved_tools, make_environment
 from .environments.none import SingleTurnEnvironment
 from .environments.runner import ConcurrentRunner
 from .environments.tools import EMPTY_PROMPT
-from .generation import TransformersGenerator
+from .generation import Backend, make_backend
 from .metrics import effective
 from .pool import Candidate, PoolSampler, allocate, fill_first_pool, make_plans, shares
 from .predictor import PredictorTrainer, SuccessPredictor
@@ -130,6 +131,8 @@ class TRACETrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = TRACEConfig(f"{name.split('/')[-1]}-TRACE")
         checks.check_arguments(args, reward_funcs, tools, rollout_func, environment_factory, env_step, env_reset)
+        if args.use_vllm:
+            checks.check_vllm_model(model, args.vllm_mode)
         checks.check_datasets(train_dataset, eval_dataset, needs_prompt=environment_factory is None)
 
         # Copied: TRL appends to the list it is given
@@ -192,6 +195,7 @@ class TRACETrainer(GRPOTrainer):
         self._counts: list[int] = []  # bare rollouts of each candidate of the pool, over all processes
         self._rows: Rows | None = None  # the rows TRL is told of while it prepares a batch
         self._engine: TreeRolloutEngine | None = None
+        self._backend: Backend | None = None
         example = checks.first_row(self.train_dataset)
         if example is not None:
             # Built now, so that a chat template that can't carry an answer is refused before anything is sampled
@@ -248,10 +252,11 @@ class TRACETrainer(GRPOTrainer):
         )
         if self.tools or self.env_step is not None:
             codec.check("tool" if self.tools else "user")
-        generator = TransformersGenerator(self, args.turn_stop_strings)
+        self._backend = backend = make_backend(self, args.turn_stop_strings)
         return TreeRolloutEngine(
-            generate=generator,
-            rounds=generator.rounds,
+            generate=backend,
+            generating=backend.session,
+            schedule=ContinuousRun if args.is_continuous else None,
             codec=codec,
             environment=make_environment(self, codec, self._event_loop),
             score=self.scorer,
@@ -271,7 +276,10 @@ class TRACETrainer(GRPOTrainer):
         return effective(tree, self.args.success_threshold)
 
     def _context_length(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        # vLLM may take less than the model does: `vllm_max_model_length`
+        own = None if self._backend is None else self._backend.context_length
+        lengths = [getattr(self.model.config.get_text_config(), "max_position_embeddings", None), own]
+        return min((length for length in lengths if length is not None), default=None)
 
     def _environment_name(self, example: dict[str, Any]) -> str | None:
         return example.get("environment") if self._multi_environment else None
@@ -284,6 +292,7 @@ class TRACETrainer(GRPOTrainer):
     # Running
 
     def train(self, *args, **kwargs):
+        self._forget_loaded_weights()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -619,8 +628,14 @@ class TRACETrainer(GRPOTrainer):
         if self.predictor is not None:
             self.predictor.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
 
+    def _forget_loaded_weights(self) -> None:
+        """Has the weights pushed to vLLM again, where they may differ from those pushed at the same step."""
+        if self.use_vllm:
+            self._last_loaded_step = -1
+
     def _load_best_model(self):
         super()._load_best_model()
+        self._forget_loaded_weights()
         if self.predictor is not None:
             checkpoints.load_head(self.predictor, self.state.best_model_checkpoint)
 

@@ -86,7 +86,7 @@ class _Batch:
         self.left = calls
         self.over = threading.Event()
 
-    def count(self) -> None:
+    def count(self, call: _Call) -> None:
         self.left -= 1
         if not self.left:
             self.over.set()
@@ -137,7 +137,7 @@ class _Call:
                 self.late = result
             else:
                 self.result = result
-                self.batch.count()
+                self.batch.count(self)
         if self.callbacks:
             # Not here: this may be the event loop, which they may need, or hold up
             threading.Thread(target=self._tell, args=(result,), name="trace-environment-late", daemon=True).start()
@@ -153,7 +153,7 @@ class _Call:
                 return
             self.lost, self.result = True, error
             self.ended = self.started is None
-            self.batch.count()
+            self.batch.count(self)
             cancel = self.cancel
         if cancel is not None:
             cancel()
@@ -208,25 +208,18 @@ class ConcurrentRunner:
             return []
         batch = _Batch(len(functions))
         calls = [_Call(function, batch) for function in functions]
-        plain: list[_Call] = []
-        coroutines: list[_Call] = []
-        for call in calls:
-            (coroutines if inspect.iscoroutinefunction(call.function) else plain).append(call)
-        if coroutines:
-            now = time.monotonic()
-            for call in coroutines:
-                # Counted from here: one of them may block the loop
-                call.started = now
-            self.loop.call_soon_threadsafe(_play, coroutines)
-        self._grow(min(len(plain), FIRST_WORKERS) - len(self._workers))
-        for call in plain:
-            self._calls.put(call)
+        plain = self._begin(calls)
+        self._grow(min(plain, FIRST_WORKERS) - len(self._workers))
         try:
-            self._wait(batch, calls, plain, timeout)
+            self._wait(batch, calls, timeout)
         except BaseException as error:  # Ctrl-C
             self._give_up([(call, error) for call in calls])
             raise
         return [call.result for call in calls]
+
+    def stream(self, timeout: float | None = None) -> Stream:
+        """Runs functions that come one after the other, and whose results are wanted one after the other."""
+        return Stream(self, timeout)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -244,24 +237,44 @@ class ConcurrentRunner:
         for _ in range(workers):
             self._calls.put(None)
 
-    def _wait(self, batch: _Batch, calls: list[_Call], plain: list[_Call], timeout: float | None) -> None:
+    def _begin(self, calls: Sequence[_Call]) -> int:
+        """Hands calls to the event loop or to the workers. Returns how many wait for a worker."""
+        coroutines = [call for call in calls if inspect.iscoroutinefunction(call.function)]
+        if coroutines:
+            now = time.monotonic()
+            for call in coroutines:
+                # Counted from here: one of them may block the loop
+                call.started = now
+            self.loop.call_soon_threadsafe(_play, coroutines)
+        plain = [call for call in calls if call.started is None]
+        for call in plain:
+            self._calls.put(call)
+        return len(plain)
+
+    def _wait(self, batch: _Batch, calls: Sequence[_Call], timeout: float | None) -> None:
         pace = _Pace()
         while True:
-            waiting = sum(call.started is None for call in plain)
-            pause = TICK if waiting else None
+            pause = TICK if any(call.started is None for call in calls) else None
             if timeout is not None:
                 ends = [call.started + timeout for call in calls if call.started and not (call.ended or call.lost)]
                 left = max(0.0, min(ends) - time.monotonic()) if ends else TICK
                 pause = left if pause is None else min(pause, left)
             if batch.over.wait(pause):
                 return
-            if timeout is not None:
-                text = f"The environment gave no answer within {timeout:g} seconds."
-                latest = time.monotonic() - timeout
-                overdue = [call for call in calls if call.started and call.started <= latest and not call.lost]
-                self._give_up([(call, EnvironmentTimeout(text, call)) for call in overdue])
-            if waiting and pace.wants_more(waiting):
-                self._grow(min(waiting, max(len(self._workers), FIRST_WORKERS)))
+            self._look_after(calls, timeout, pace)
+
+    def _look_after(self, calls: Sequence[_Call], timeout: float | None, pace: _Pace, most: int | None = None) -> None:
+        """Gives up the calls whose time is over, and starts workers for those that wait for one, if there are not
+        `most` already."""
+        waiting = sum(call.started is None for call in calls)
+        if timeout is not None:
+            text = f"The environment gave no answer within {timeout:g} seconds."
+            latest = time.monotonic() - timeout
+            overdue = [call for call in calls if call.started and call.started <= latest and not call.lost]
+            self._give_up([(call, EnvironmentTimeout(text, call)) for call in overdue])
+        if waiting and pace.wants_more(waiting):
+            more = min(waiting, max(len(self._workers), FIRST_WORKERS))
+            self._grow(more if most is None else min(more, most - len(self._workers)))
 
     def _give_up(self, calls: Sequence[tuple[_Call, BaseException]]) -> None:
         for call, error in calls:
@@ -273,6 +286,8 @@ class ConcurrentRunner:
 
     def _grow(self, count: int) -> None:
         """Starts `count` more workers, or as many as are still allowed and possible."""
+        if count <= 0:
+            return
         with self._lock:
             # A thread may have been ended from outside
             self._workers = {thread for thread in self._workers if thread.is_alive()}
@@ -309,17 +324,93 @@ class ConcurrentRunner:
                 call.end(RuntimeError("The thread of an environment call was ended from outside."))
 
 
+class Stream:
+    """
+    Calls that begin one after the other and are answered one by one, each as soon as it has ended. What is open when
+    the stream is left is given up.
+
+    Args:
+        runner ([`ConcurrentRunner`]): lends its workers and its event loop.
+        timeout (`float` or `None`): as in [`ConcurrentRunner.run`].
+    """
+
+    def __init__(self, runner: ConcurrentRunner, timeout: float | None = None):
+        self._runner = runner
+        self._timeout = timeout
+        self._batch = _Answers()
+        self._open: dict[_Call, Any] = {}
+        self._pace = _Pace()
+        self._looked = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def submit(self, tag: Any, function: Callable[[], Any]) -> None:
+        """Begins a call of `function`, plain or a coroutine function, whose answer comes with `tag`."""
+        call = _Call(function, self._batch)
+        self._open[call] = tag
+        if self._runner._begin([call]):
+            self._runner._grow(min(len(self._open), FIRST_WORKERS) - len(self._runner._workers))
+
+    def collect(self, wait: float = 0.0) -> list[tuple[Any, Any]]:
+        """What was answered since the last time, with the tags; an exception stands for the answer of a call that
+        raised it, [`EnvironmentTimeout`] for that of one that took too long.
+
+        Args:
+            wait (`float`, *optional*, defaults to `0.0`):
+                Seconds to wait for the first answer.
+        """
+        if self._open and time.monotonic() - self._looked >= TICK:
+            self._looked = time.monotonic()
+            # While this thread computes, a call waits for a worker although one is free: as many as there are calls
+            # are enough
+            self._runner._look_after(list(self._open), self._timeout, self._pace, most=len(self._open))
+        answered = []
+        try:
+            while self._open:
+                call = self._batch.answered.get(timeout=wait) if wait else self._batch.answered.get_nowait()
+                answered.append((self._open.pop(call), call.result))
+                wait = 0.0
+        except queue.Empty:
+            pass
+        return answered
+
+    def close(self) -> list[tuple[Any, EnvironmentTimeout]]:
+        """Gives up what is open. Returns the tags, each with the error that knows when its call has come back."""
+        lost = [(call, EnvironmentTimeout("The rollouts were ended.", call)) for call in self._open]
+        self._runner._give_up(lost)
+        tags = [(self._open[call], error) for call, error in lost]
+        self._open.clear()
+        return tags
+
+
+class _Answers(_Batch):
+    """What the calls of a stream share."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.answered: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+
+    def count(self, call: _Call) -> None:
+        self.answered.put(call)
+
+
+def _cpu_time() -> float:
+    """Seconds that all threads but this one have computed."""
+    return time.process_time() - time.thread_time()
+
+
 class _Pace:
     """Tells whether more workers would speed a round up: not where calls only compute, since Python computes in one
     thread at a time."""
 
     def __init__(self) -> None:
-        self.clock, self.cpu = time.monotonic(), time.process_time()
+        self.clock, self.cpu = time.monotonic(), _cpu_time()
         self.moved, self.waiting = self.clock, 0
 
     def wants_more(self, waiting: int) -> bool:
         """Called at every look at a round, with the number of calls that no worker has taken yet."""
-        clock, cpu = time.monotonic(), time.process_time()
+        clock, cpu = time.monotonic(), _cpu_time()
         is_computing = cpu - self.cpu > (clock - self.clock) / 4
         if waiting != self.waiting:
             self.moved = clock

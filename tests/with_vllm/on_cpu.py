@@ -1,0 +1,40 @@
+"""
+Lets vLLM run beside a trainer on a CPU, for tests and benchmarks. Import it before vLLM.
+
+vLLM's CPU build packs a linear layer's weights into a form that can't be loaded again, so no new weights would ever
+reach it: here they stay as they are. Models run eagerly and in float32, so that log-probs can be compared with the
+trainer's.
+"""
+
+import functools
+import os
+
+
+os.environ.update(
+    {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Else it would bind the trainer's threads as well, those of two processes to one core
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+)
+
+import torch  # noqa: E402
+from trl.generation import vllm_generation  # noqa: E402
+from vllm.model_executor.layers import utils as layers  # noqa: E402
+
+
+ENGINE = {"dtype": "float32", "enforce_eager": True, "block_size": 32}
+
+
+def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+layers.dispatch_cpu_unquantized_gemm = _keep_weights
+# TRL offers no option for any of these
+vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ENGINE)

@@ -1,0 +1,66 @@
+"""Starting processes that run vLLM, and reading what they wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from launching import ROOT, command_of, family, free_port, kill, results, run  # noqa: E402
+
+
+HERE = Path(__file__).parent
+WORKER = HERE / "vllm_worker.py"
+START = 180  # seconds a server may take to start
+
+
+def launch(processes: int, out: Path, *jobs: dict[str, Any], timeout: float = 400) -> str:
+    """Runs the worker on some jobs in one process or in two, to its end, and returns what it printed.
+
+    Raises:
+        AssertionError: if it fails, with the end of its output.
+    """
+    command = command_of({1: "one", 2: "ddp"}[processes], str(WORKER), str(out), json.dumps(jobs))
+    return run(command, timeout)
+
+
+@contextlib.contextmanager
+def server(log: Path, *options: str) -> Iterator[str]:
+    """A vLLM server of the chain world's policy, and its address."""
+    port = free_port()
+    command = [sys.executable, str(HERE / "serve.py"), "--model", str(ROOT / "benchmarks/worlds/warm_start/chain")]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "64", "--max-logprobs", "-1"]
+    command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+    command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "gloo_weights.Extension", *options]
+    path = os.pathsep.join([str(ROOT), str(HERE)])
+    env = {**os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, text=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(url, process, log)
+        yield url
+    finally:
+        kill(process, family(process) if process.poll() is None else [])
+
+
+def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
+    ends = time.monotonic() + START
+    while time.monotonic() < ends and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"the server did not start\n{log.read_text()[-6000:]}")
+
+
+__all__ = ["free_port", "launch", "results", "server"]
