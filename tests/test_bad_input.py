@@ -55,6 +55,8 @@ def says(error, *parts: str) -> None:
         ("predictor_hidden_size", -1, "0 or more"),
         ("predictor_learning_rate", 0.0, "above 0"),
         ("predictor_weight_decay", -0.1, "0 or more"),
+        ("headroom_exponent", -0.1, "0 or more"),
+        ("headroom_exponent", float("nan"), "0 or more"),
         ("predictor_passes", 0, "1 or more"),
         ("predictor_batch_size", 0, "1 or more"),
         ("predictor_buffer_size", 0, "1 or more"),

@@ -222,6 +222,7 @@ COMMAND_LINE = {
     "predictor_hidden_size": 0,
     "predictor_learning_rate": 0.01,
     "predictor_weight_decay": 0.0,
+    "headroom_exponent": 1.5,
     "predictor_certainty": True,
     "predictor_passes": 2,
     "predictor_batch_size": 32,

@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import equal_cost  # noqa: E402
+import predictor_limits  # noqa: E402
 from worlds import WORLDS  # noqa: E402
 from worlds.policy import RightPaths, load, make_tokenizer, success_chances  # noqa: E402
 from worlds.tool_loop import WorldEnvironment, make_chat_tokenizer, turn_starts  # noqa: E402
@@ -336,3 +337,12 @@ def test_branching_depths_counts_leaves_by_the_anchor_they_were_drawn_from():
     child(first, "continuation")
     child(tree.root, "extra")
     assert branching_depths([tree]) == {"0": 2, "1": 1, "2": 1}
+
+
+def test_a_head_that_has_seen_more_prompts_allocates_better(monkeypatch, capsys):
+    monkeypatch.setattr(predictor_limits, "POOLS", 6)
+    predictor_limits.measure("chain", 0, [8, 600], 150, [0])
+    first, *lines = capsys.readouterr().out.splitlines()
+    uniform, exact = (float(word.strip(",;")) for word in (first.split()[5], first.split()[8]))
+    few, _, many, _ = (float(line.split()[3]) for line in lines)
+    assert uniform < few < many < exact
