@@ -24,12 +24,19 @@ WORKER = HERE / "vllm_worker.py"
 START = 180  # seconds a server may take to start
 
 
+def forget_processes() -> None:
+    """Takes back what a trainer with vLLM in this process has set for its own process group, before others start."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 def launch(processes: int, out: Path, *jobs: dict[str, Any], timeout: float = 400) -> str:
     """Runs the worker on some jobs in one process or in two, to its end, and returns what it printed.
 
     Raises:
         AssertionError: if it fails, with the end of its output.
     """
+    forget_processes()
     command = command_of({1: "one", 2: "ddp"}[processes], str(WORKER), str(out), json.dumps(jobs))
     return run(command, timeout)
 
@@ -42,6 +49,7 @@ def server(log: Path, *options: str) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "64", "--max-logprobs", "-1"]
     command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "gloo_weights.Extension", *options]
+    forget_processes()
     path = os.pathsep.join([str(ROOT), str(HERE)])
     env = {**os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as output:
@@ -63,4 +71,4 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
     raise AssertionError(f"the server did not start\n{log.read_text()[-6000:]}")
 
 
-__all__ = ["free_port", "launch", "results", "server"]
+__all__ = ["forget_processes", "free_port", "launch", "results", "server"]
