@@ -1,6 +1,7 @@
 """BFCL environment: how calls are read, how user turns follow each other, and that branches never share state."""
 
 import decimal
+import gc
 import json
 import keyword
 import random
@@ -504,6 +505,38 @@ def test_episodes_in_threads_are_as_those_played_one_by_one():
     expected = [played(row) for row in rows]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(played, rows * 2)) == expected * 2
+
+
+class Finalized:
+    """In a cycle, so that the garbage collector runs Python code, at which another thread may take over."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        for _ in range(100):
+            pass
+
+
+def test_calls_may_be_read_by_several_threads_at_once():
+    text = "[" + ", ".join(f"f(a=[[{i}, [{i}]], {{'b': ({i},)}}])" for i in range(40)) + "]"
+    expected = parse_calls(text, "python")
+
+    def read(_):
+        for _ in range(5):
+            Finalized()
+        return parse_calls(text, "python")
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            # CPython 3.11 raises a SystemError in most of these where parsers are not kept apart
+            assert all(found == expected for found in pool.map(read, range(100)))
+    finally:
+        gc.set_threshold(*threshold)
+        sys.setswitchinterval(interval)
 
 
 def test_functions_that_go_through_module_globals_may_be_called_at_once():

@@ -15,6 +15,7 @@ import ast
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,10 @@ CALL_FORMATS = ("python", "json")
 _MAX_CHARS = 100_000
 # Larger integers can't be printed (Python stops at 4300 digits), so no function could answer with them anyway.
 MAX_BITS = 15_000
+
+# CPython up to 3.11 counts the depth of a tree that it converts in one place for all threads: where another one parses
+# meanwhile, it raises "SystemError: AST constructor recursion depth mismatch"
+_parsing = threading.Lock()
 
 _FENCE = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 _LOOKS_LIKE_CALLS = re.compile(r"\s*\[?\s*[A-Za-z_][\w.]*\(")
@@ -108,7 +113,8 @@ def _parse_python(text: str) -> tuple[list[Call], int]:
     # As BFCL completes it: small models often write a single call without brackets
     text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
     try:
-        body = ast.parse(text, mode="eval").body
+        with _parsing:
+            body = ast.parse(text, mode="eval").body
         nodes: list[ast.expr] = [body] if isinstance(body, ast.Call) else list(getattr(body, "elts", ()))
         calls = [_python_call(node) for node in nodes if isinstance(node, ast.Call)]
     # `ast` refuses NUL characters by ValueError, too large numbers and too deep nesting by any of these
