@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from betas import moment
 from trace_trl.allocation import SURE, allocate_prefixes, allocate_roots
 from trace_trl.predictor import PredictorTrainer, SuccessPredictor
 from trace_trl.tree import Leaf, RemoteChild, RolloutTree
@@ -17,16 +18,6 @@ from trace_trl.tree import Leaf, RemoteChild, RolloutTree
 def beta(value, certainty):
     strength = certainty / (1 - certainty)
     return strength * value, strength * (1 - value)
-
-
-def moment(a, b, p, q):
-    """`E[X^p (1 - X)^q]` for `X ~ Beta(a, b)`, by the chances of one draw after the other."""
-    chance = 1.0
-    for i in range(p):
-        chance *= (a + i) / (a + b + i)
-    for i in range(q):
-        chance *= (b + i) / (a + b + p + i)
-    return chance
 
 
 def root_worth(value, certainty, count):
