@@ -15,6 +15,7 @@ from trl.chat_template_utils import add_response_schema, parse_response, support
 from toys import DROPPING, LAST_DIFFERS, PRESERVING, make_tokenizer, trl_template, unusual, usual
 from trace_trl.codec import Codec
 from trace_trl.environments.base import Reply
+from trace_trl.foreign import MOST_NESTED
 
 
 # The tokens that end a turn in each family of TRL's chat templates: the tokenizer's `eos_token` first, and last what
@@ -465,6 +466,43 @@ def test_calls_that_cannot_be_parsed_are_told_from_none(name):
     assert not broken.message.get("tool_calls")
     assert not plain.malformed
     assert not plain.message.get("tool_calls")
+
+
+def call_of(arguments, end="}\n</tool_call>"):
+    return '<tool_call>\n{"name": "add", "arguments": ' + arguments + end + "<|im_end|>"
+
+
+LISTS = MOST_NESTED - 5  # the message, its calls, the call, its function and the arguments lie around them
+
+DEEP = {
+    "unclosed": call_of('{"text":' * 1100, end=""),
+    "lists that the parser takes": call_of('{"text":' + "[" * 490 + "]" * 490 + "}"),
+    "lists that it does not take": call_of('{"text":' + "[" * 900 + "]" * 900 + "}"),
+    "dictionaries": call_of('{"text":' * 600 + "1" + "}" * 600),
+    "one more than is handed on": call_of('{"text":' + "[" * (LISTS + 1) + "]" * (LISTS + 1) + "}"),
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_calls_nested_too_deep_are_malformed(kind):
+    tokenizer, ends = parsing("qwen3")
+    codec = Codec(tokenizer, ends, conversational=True)
+    prompt = usual(tokenizer, "<|im_start|>assistant\n")
+    shallow = call_of('{"a":' + "[" * LISTS + "]" * LISTS + "}")
+    turns = [(usual(tokenizer, text), prompt, [add]) for text in (DEEP[kind], shallow)]
+    deep, other = codec.decode_turns(turns)
+    assert deep.malformed and deep.message == {"role": "assistant", "content": deep.text}
+    assert not other.malformed and other.message["tool_calls"][0]["function"]["arguments"]["a"] != []
+
+
+def test_lone_surrogates_of_a_call_are_replaced():
+    tokenizer, ends = parsing("qwen3")
+    codec = Codec(tokenizer, ends, conversational=True)
+    escapes = r'{"\ud800": ["\udfff", {"a": "\ud83d\ude42"}]}'
+    ids = usual(tokenizer, call_of(escapes).replace('"add"', r'"\ud800"'))
+    (turn,) = codec.decode_turns([(ids, usual(tokenizer, "<|im_start|>assistant\n"), None)])
+    function = {"name": "\ufffd", "arguments": {"\ufffd": ["\ufffd", {"a": "🙂"}]}}
+    assert turn.message["tool_calls"] == [{"type": "function", "function": function}]
 
 
 TURNS = [

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from toys import (
     AsyncCounterEnvironment,
@@ -183,6 +184,36 @@ def test_env_step_is_given_the_conversation_as_text_and_messages():
     assert tree.prompt == rows[0]["prompt"]
 
 
+# Lists of dictionaries that are no content in blocks, although they look like it
+LISTS = [
+    (value, str(value))
+    for value in (
+        [{"type": "restaurant", "name": "Chez"}],
+        [{"type": "text", "name": "comment"}],
+        [{"type": "text", "text": "a"}, {"type": "restaurant"}],
+        [{"type": "image", "name": "red.png", "size": 7}, {"type": "folder", "name": "more"}],
+        [{"type": ["image"]}],
+        ["a", {"type": "restaurant"}],
+    )
+]
+IMAGE = {"type": "image", "image": object()}
+MEDIA = [
+    [IMAGE],
+    [{"type": "image"}],
+    [{"type": "image", "text": None, "url": "red.png"}],
+    [{"type": "image_url", "image_url": {"url": "red.png"}}],
+    [{"type": "input_audio", "input_audio": {"data": ""}}],
+    [{"type": "text", "text": "caption"}, {"type": "video", "video": "red.mp4"}],
+    ["caption", IMAGE],
+    ["caption", IMAGE | {"caption": "red"}],
+]
+SURROGATES = [
+    ("bad \ud800 text", "bad \ufffd text"),
+    ([{"type": "text", "text": "\ud800"}], "\ufffd"),
+    (b"\xff".decode("utf-8", "surrogateescape"), "\ufffd"),
+]
+
+
 @pytest.mark.parametrize(
     ("observation", "content"),
     [
@@ -195,6 +226,8 @@ def test_env_step_is_given_the_conversation_as_text_and_messages():
         ([{"text": "no role"}], "[{'text': 'no role'}]"),
         ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
         (False, "False"),
+        *LISTS,
+        *SURROGATES,
     ],
 )
 def test_observations_of_any_type_are_read_as_text(observation, content):
@@ -217,6 +250,8 @@ def test_observations_may_be_messages():
         {"role": "tool", "name": "add", "content": [{"type": "text", "text": "fi"}, {"type": "text", "text": "ve"}]},
         {"role": "user", "content": None},
         {"role": "user", "content": 6},
+        {"role": "user", "content": [{"type": "error", "text": "x"}]},
+        {"role": "user", "content": "\ud800", "extra": {"\udfff": ("\ud800",)}},
     ]
     environment = CallbackEnvironment(lambda state, action, messages: StepResult(answered))
     reply = environment.reset({}, None).step(act("red"))
@@ -225,12 +260,25 @@ def test_observations_may_be_messages():
         {"role": "tool", "name": "add", "content": "five"},
         {"role": "user", "content": ""},
         {"role": "user", "content": "6"},
+        {"role": "user", "content": "[{'type': 'error', 'text': 'x'}]"},
+        {"role": "user", "content": "\ufffd", "extra": {"\ufffd": ["\ufffd"]}},
     ]
     assert answered[0] == {"role": "tool", "content": "four"}  # the environment's own list is left alone
     (tree,), _, engine = roll_out(environment, lambda history: "red", bare=1, limits=Limits(10_000, turns=2))
     assert "<tool_response>\nfour\n</tool_response>\n<tool_response>\nfive\n</tool_response>" in engine.histories[1]
     environment = CallbackEnvironment(lambda state, action, messages: StepResult(answered), conversational=False)
-    assert environment.reset({}, "go").step(act("red")).text == "fourfive6"
+    assert environment.reset({}, "go").step(act("red")).text == "fourfive6[{'type': 'error', 'text': 'x'}]\ufffd"
+
+
+def test_messages_nested_too_deep_are_a_fault_of_the_environment():
+    nested = []
+    for _ in range(490):
+        nested = [nested]
+    message = {"role": "user", "content": "seen", "extra": nested}
+    environment = CallbackEnvironment(lambda state, action, messages: StepResult([message]))
+    (tree,), stats, _ = roll_out(environment, lambda history: "red", bare=1, limits=Limits(10_000, turns=2))
+    assert texts(tree.leaves()[0])[1] == "Error: env_step returned a message that is nested too deep."
+    assert stats.environment_failures == 2
 
 
 @pytest.mark.parametrize("observation", [None, []])
@@ -349,7 +397,8 @@ def test_info_is_logged_per_leaf(caplog):
     def env_step(state, action, messages):
         steps = state["steps"] = state.get("steps", 0) + 1
         info = {"steps": steps, "flag": True, "first": 1.0} if steps == 1 else {"steps": steps, "flag": False}
-        info |= {"text": "12", "list": [1], "nothing": float("nan")}
+        info |= {"text": "12", "list": [1], "nothing": float("nan"), "large": 10**400, "unprintable": 10**5000}
+        info |= {"vector": torch.tensor([1.0, 2.0])}
         return StepResult("on", done=steps == state["last"], info=info)
 
     rows = [{"prompt": [{"role": "user", "content": "go"}], "last": last} for last in (1, 2, 4)]
@@ -359,7 +408,7 @@ def test_info_is_logged_per_leaf(caplog):
         "flag": [0.0, 0.0, 1.0],
         "first": [1.0, 1.0, 1.0],
     }
-    assert sum("is not logged" in record.getMessage() for record in caplog.records) == 3
+    assert sum("is not logged" in record.getMessage() for record in caplog.records) == 6
 
 
 @pytest.mark.parametrize(
@@ -381,11 +430,11 @@ def test_callbacks_that_can_not_be_called(arguments, sentence):
 
 
 def test_images_in_observations_are_refused():
-    block = {"type": "image", "image": object()}
-    for observation in ([{"role": "user", "content": [block]}], [block]):
-        environment = CallbackEnvironment(lambda state, action, messages, o=observation: StepResult(o))
-        with pytest.raises(UnsupportedError, match="image"):
-            roll_out(environment, lambda history: "red", bare=1)
+    for content in MEDIA:
+        for observation in ([{"role": "user", "content": content}], content):
+            environment = CallbackEnvironment(lambda state, action, messages, o=observation: StepResult(o))
+            with pytest.raises(UnsupportedError, match="image|audio|video"):
+                roll_out(environment, lambda history: "red", bare=1)
 
 
 # ReAct text
@@ -454,6 +503,37 @@ def test_tool_results_of_any_type_are_read_as_text(tool, content):
     assert said[1] == content and said[-1] == "done"
     assert f"<tool_response>\n{content}\n</tool_response>" in histories[-1]
     assert stats.environment_failures == (tool in (failing, exiting))
+
+
+@pytest.mark.parametrize(("result", "content"), LISTS + SURROGATES)
+def test_tool_results_that_are_no_blocks_and_no_utf8(result, content):
+    def answer():
+        """Answers."""
+        return result
+
+    said, stats, _ = roll_out_tools([answer], [call("answer")])
+    assert said[1] == content and stats.environment_failures == 0
+
+
+@pytest.mark.parametrize("result", MEDIA)
+def test_images_in_tool_results_are_refused(result):
+    def answer():
+        """Answers."""
+        return result
+
+    with pytest.raises(UnsupportedError, match="image|audio|video"):
+        roll_out_tools([answer], [call("answer")])
+
+
+def test_calls_that_are_nested_too_deep_or_no_utf8():
+    nested = '<tool_call>\n{"name":"echo","arguments":{"text":' + "[" * 490 + "]" * 490 + "}}\n</tool_call>"
+    unclosed = '<tool_call>\n{"name":"echo","arguments":' + '{"text":' * 1100
+    for turn in (nested, unclosed):
+        said, stats, _ = roll_out_tools([echo], [turn])
+        assert said == [turn, "{'error': 'The tool call could not be parsed as JSON.'}", "done"]
+        assert stats.environment_failures == 1
+    said, _, _ = roll_out_tools([echo], ['<tool_call>\n{"name":"echo","arguments":{"text":"\\ud800"}}\n</tool_call>'])
+    assert said[1] == "\ufffd"
 
 
 def test_tools_sync_and_async_answer_in_the_order_of_calls():
@@ -605,6 +685,19 @@ def test_reset_that_exits_does_not_end_the_process():
             [{"role": "user", "content": [{"type": "text", "text": "go"}, {"type": "text", "text": " now"}]}],
         ),
         (None, "Task.", [{"role": "user", "content": "Task."}]),
+        ("go", "\ud800", "go\ufffd"),
+        (None, [{"type": "text", "text": "\ud800"}], [{"role": "user", "content": "\ufffd"}]),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "go"}]}],
+            [{"type": "text", "text": "\ud800"}],
+            [{"role": "user", "content": [{"type": "text", "text": "go"}, {"type": "text", "text": "\ufffd"}]}],
+        ),
+        (
+            None,
+            [{"role": "user", "content": "a"}],
+            [{"role": "user", "content": "[{'role': 'user', 'content': 'a'}]"}],
+        ),
+        *((None, value, [{"role": "user", "content": content}]) for value, content in LISTS),
     ],
 )
 def test_reset_observation_is_appended_to_the_prompt(prompt, observation, shown):
@@ -615,6 +708,17 @@ def test_reset_observation_is_appended_to_the_prompt(prompt, observation, shown)
     before = copy.deepcopy(prompt)
     assert factory_environment(Given).reset({"prompt": prompt}, prompt).prompt == shown
     assert prompt == before
+
+
+@pytest.mark.parametrize("observation", MEDIA)
+def test_images_in_reset_observations_are_refused(observation):
+    class Given:
+        def reset(self, **row):
+            return observation
+
+    for prompt in ("go", None, [{"role": "user", "content": [{"type": "text", "text": "go"}]}]):
+        with pytest.raises(UnsupportedError, match="image|audio|video"):
+            factory_environment(Given).reset({}, prompt)
 
 
 def test_environment_without_tools_is_one_turn():
@@ -926,6 +1030,61 @@ def test_case_25_close_that_hangs_or_fails_ends_nothing(hanging, caplog):
     messages = [record.getMessage() for record in caplog.records]
     # One warning of either
     assert len(messages) == 1 and messages[0].startswith("Closing")
+
+
+class AttrDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Unconnected:
+    """Its properties raise where the engine looks for methods that a state may have."""
+
+    def __init__(self, example=None):
+        pass
+
+    @property
+    def close(self):
+        raise RuntimeError("not connected")
+
+    fork = close
+
+
+class Attributed:
+    close = fork = 7
+
+    def __init__(self, example=None):
+        pass
+
+
+@pytest.mark.parametrize("cls", [AttrDict, Unconnected, Attributed])
+def test_states_whose_attributes_fail_end_nothing(cls, caplog):
+    environment = CallbackEnvironment(lambda state, action, messages: StepResult("on", done=len(messages) > 3), cls)
+    (tree,), stats, _ = roll_out(environment, lambda history: "red", rows_of(1), bare=2, continuations=2)
+    assert [leaf.leaf.reason for leaf in tree.leaves()] == ["final"] * 4
+    assert stats.environment_failures == stats.unforkable_prefixes == 0 and not caplog.records
+
+    class WithTools(cls):
+        def __init__(self, example=None):
+            pass
+
+        def reset(self, **row):
+            return None
+
+        def look(self) -> str:
+            """Looks."""
+            return "seen"
+
+    environment = factory_environment(WithTools)
+    (tree,), stats, _ = roll_out_environment(
+        environment,
+        lambda history: call("look") if turn_of(history) == 1 else "done",
+        rows_of(1),
+        bare=2,
+        continuations=2,
+    )
+    environment.close()
+    assert [texts(leaf)[1] for leaf in tree.leaves()] == ["seen"] * 4
+    assert stats.environment_failures == stats.unforkable_prefixes == 0 and not caplog.records
 
 
 # Case 27

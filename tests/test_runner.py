@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trace_trl.environments import runner as runner_module
-from trace_trl.environments.runner import ConcurrentRunner, EnvironmentTimeout, settle
+from trace_trl.environments.runner import TICK, ConcurrentRunner, EnvironmentTimeout, settle
 
 
 ROOT = Path(__file__).parent.parent
@@ -542,3 +542,16 @@ def test_a_stream_that_is_closed_gives_up_what_is_open():
         time.sleep(0.01)
     assert late == ["late"]
     assert runner.run([lambda: 1, lambda: 2]) == [1, 2]
+
+
+@pytest.mark.parametrize("timeout", [1e10, threading.TIMEOUT_MAX, 10**400])
+def test_a_timeout_longer_than_a_thread_can_wait(runner, timeout):
+    async def later():
+        await asyncio.sleep(0.05)
+        return "later"
+
+    assert runner.run([lambda: time.sleep(0.05) or "now", later], timeout) == ["now", "later"]
+    stream = runner.stream(timeout)
+    stream.submit("tag", lambda: time.sleep(0.05) or "now")
+    time.sleep(TICK)  # then it looks after its calls
+    assert stream.collect(wait=5) == [("tag", "now")]

@@ -29,6 +29,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from trl.chat_template_utils import parse_response
 
 from .environments.base import Reply
+from .foreign import nests_deeper, sound
 
 
 _MARK = "TRACE-MARK-7391"  # plain letters: some templates escape others in JSON
@@ -48,7 +49,8 @@ class Turned:
     Attributes:
         text (`str`): without special tokens.
         message (`dict`): the assistant message it makes.
-        malformed (`bool`): whether it holds a tool call that could not be parsed; the message is its text then.
+        malformed (`bool`): whether it holds a tool call that could not be parsed, or is nested too deep to be handed
+            on; the message is its text then.
     """
 
     text: str
@@ -391,7 +393,14 @@ class _DecodedTurn:
         self._text = text
 
     def parse_response(self, ids: list[int], prefix: str, tools: list | None) -> dict[str, Any]:
-        return self.tokenizer.parse_response(self._raw, self.response_template, prefix=prefix, tools=tools)
+        try:
+            message = self.tokenizer.parse_response(self._raw, self.response_template, prefix=prefix, tools=tools)
+        except RecursionError as error:
+            raise ValueError("The call is nested too deep.") from error
+        if nests_deeper(message):
+            raise ValueError("The call is nested too deep.")
+        # JSON may hold escapes of lone surrogates
+        return sound(message)
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         # Asked for where parsing failed; everything but a call is text, which can't fail

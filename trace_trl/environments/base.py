@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..foreign import optional_method
 from .runner import EnvironmentTimeout, GetLoop, settle
 
 
@@ -213,8 +214,8 @@ def describe(error: BaseException) -> str:
 
 def close_object(target: Any, loop: GetLoop | None, owner: Environment) -> None:
     """Calls the object's own `close()`, sync or async, if it has one. What it raises is logged: it ends nothing."""
-    close = getattr(target, "close", None)
-    if callable(close):
+    close = optional_method(target, "close")
+    if close is not None:
         try:
             settle(close(), loop)
         except Exception as error:

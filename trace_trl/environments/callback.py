@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ..foreign import nests_deeper, optional_method, shown, sound, sound_text
 from .base import (
     Action,
     Environment,
@@ -25,6 +26,12 @@ from .runner import EnvironmentTimeout, GetLoop, settle
 
 EnvStep = Callable[[Any, str, list[dict[str, Any]]], StepResult | Awaitable[StepResult]]
 EnvReset = Callable[[dict[str, Any]], Any]
+
+# Blocks that are no text, in the forms of chat templates, of OpenAI's and of Anthropic's messages and of MCP
+_MEDIA = frozenset(
+    ("image", "image_url", "input_image", "video", "video_url", "input_video", "audio", "audio_url", "input_audio")
+)
+_MEDIUM_KEYS = _MEDIA.union(("type", "url", "path", "base64", "data", "source", "mimeType", "format", "detail"))
 
 
 class CallbackEnvironment(Environment):
@@ -89,7 +96,7 @@ class CallbackEpisode(Episode):
 
     @property
     def closing_may_block(self) -> bool:
-        return self.is_tainted or hasattr(self.environment, "close")
+        return self.is_tainted or optional_method(self.environment, "close") is not None
 
     def on_error(self, action: Action, error: BaseException) -> Reply:
         kind = "timeout" if isinstance(error, EnvironmentTimeout) else "error"
@@ -113,12 +120,15 @@ class CallbackEpisode(Episode):
         for key, value in info.items():
             try:
                 number = math.nan if isinstance(value, (str, bytes)) else float(value)
-            except (TypeError, ValueError):
+            # Whatever a foreign `__float__` raises; of a number too large, an OverflowError
+            except Exception:
                 number = math.nan
             if math.isfinite(number):
-                numbers[str(key)] = number
+                numbers[sound_text(str(key))] = number
             else:
-                self.owner.warn_once(f"info {key}", f"`info[{key!r}]` of a StepResult is not logged: {value!r:.80}")
+                self.owner.warn_once(
+                    f"info {shown(key)}", f"`info[{shown(key)}]` of a StepResult is not logged: {shown(value)}"
+                )
         return numbers
 
     def _render(self, reply: Reply, observation: Any) -> Reply:
@@ -128,10 +138,12 @@ class CallbackEpisode(Episode):
             messages = [{"role": "user", "content": observation}]
         else:
             if not _are_messages(observation):
-                content = observation if are_blocks(observation) else str(observation)
-                observation = [{"role": "user", "content": content}]
-            check_no_images(observation)
-            messages = [{**copy_plain(message), "content": as_text(message["content"])} for message in observation]
+                observation = [{"role": "user", "content": observation}]
+            messages = [{**message, "content": as_text(message["content"])} for message in observation]
+            if nests_deeper(messages):
+                raise ValueError("env_step returned a message that is nested too deep.")
+            messages = copy_plain(messages)
+        messages = sound(messages)
         if self.owner.conversational:
             # Templates look a tool's name up
             reply.messages = [{"name": "tool", **m} if m["role"] == "tool" else m for m in messages]
@@ -146,16 +158,19 @@ class AsyncCallbackEpisode(CallbackEpisode):
 
 
 def check_no_images(messages: list[dict[str, Any]]) -> None:
-    """Raises [`UnsupportedError`] if a message's content holds anything but text."""
+    """Raises [`UnsupportedError`] if the content of a prompt's message holds anything but text."""
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            kinds = {part.get("type") for part in content if isinstance(part, dict)} - {"text"}
-            if kinds:
-                raise UnsupportedError(
-                    f"A message holds content of type {', '.join(sorted(map(str, kinds)))}: TRACETrainer trains on "
-                    "text only, so remove it from the prompts and the environment's answers."
-                )
+            _refuse({part.get("type") for part in content if isinstance(part, dict)} - {"text"})
+
+
+def _refuse(kinds: set[Any]) -> None:
+    if kinds:
+        raise UnsupportedError(
+            f"A message holds content of type {', '.join(sorted(map(str, kinds)))}: TRACETrainer trains on text only, "
+            "so remove it from the prompts and the environment's answers."
+        )
 
 
 def _are_messages(observation: Any) -> bool:
@@ -167,14 +182,34 @@ def _are_messages(observation: Any) -> bool:
 
 
 def are_blocks(content: Any) -> bool:
-    """Whether this is message content in blocks, `[{"type": "text", "text": ..}, ..]`."""
-    return isinstance(content, list) and bool(content) and all(isinstance(p, dict) and "type" in p for p in content)
+    """Whether this is message content in blocks of text, `[{"type": "text", "text": ..}, ..]`. Other lists of
+    dictionaries with a type, as web services answer them, are not.
+
+    Raises:
+        UnsupportedError: if it holds a block of another medium, alone or among anything else.
+    """
+    if not isinstance(content, list):
+        return False
+    _refuse({part["type"] for part in content if _is_medium(part)})
+    return bool(content) and all(isinstance(p, dict) and p.get("type") == "text" and "text" in p for p in content)
+
+
+def _is_medium(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _MEDIA:
+        return False
+    # `{"type": "image", "name": "red.png", "size": 7}` is an entry of a listing
+    return kind in part or all(value is None or key in _MEDIUM_KEYS for key, value in part.items())
 
 
 def as_text(content: Any) -> str:
-    """Message content as text: that of its blocks joined, nothing for `None`, `str()` of anything else."""
+    """Message content as text: that of its blocks joined, nothing for `None`, `str()` of anything else.
+
+    Raises:
+        UnsupportedError: for images and other media.
+    """
     if are_blocks(content):
-        return "".join(str(part.get("text", "")) for part in content)
+        return "".join(str(part["text"]) for part in content)
     return "" if content is None else str(content)
 
 

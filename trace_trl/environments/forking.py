@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..foreign import optional_method
 from .base import Action, Episode, ForkError, Reply, describe
 from .runner import EnvironmentTimeout, GetLoop, settle
 
@@ -27,9 +28,9 @@ def copy_state(state: Any, loop: GetLoop | None = None) -> Any:
     Raises:
         ForkError: if neither works, or if `fork()` raises it: then nothing else is tried.
     """
-    fork = getattr(state, "fork", None)
+    fork = optional_method(state, "fork")
     problem = ""
-    if callable(fork):
+    if fork is not None:
         try:
             copied = settle(fork(), loop)
         except ForkError:

@@ -252,7 +252,7 @@ class ConcurrentRunner:
         return len(plain)
 
     def _wait(self, batch: _Batch, calls: Sequence[_Call], timeout: float | None) -> None:
-        pace = _Pace()
+        pace, timeout = _Pace(), _waitable(timeout)
         while True:
             pause = TICK if any(call.started is None for call in calls) else None
             if timeout is not None:
@@ -336,7 +336,7 @@ class Stream:
 
     def __init__(self, runner: ConcurrentRunner, timeout: float | None = None):
         self._runner = runner
-        self._timeout = timeout
+        self._timeout = _waitable(timeout)
         self._batch = _Answers()
         self._open: dict[_Call, Any] = {}
         self._pace = _Pace()
@@ -393,6 +393,11 @@ class _Answers(_Batch):
 
     def count(self, call: _Call) -> None:
         self.answered.put(call)
+
+
+def _waitable(timeout: float | None) -> float | None:
+    """`timeout`, or the longest that a thread can wait."""
+    return None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
 
 
 def _cpu_time() -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
+from ..foreign import optional_method, sound, sound_text
 from .base import Action, Environment, Episode, Reply, close_object, copy_plain, describe
 from .callback import are_blocks, as_text, check_no_images
 from .forking import copy_state
@@ -192,7 +193,7 @@ class ToolEpisode(Episode):
 
     @property
     def closing_may_block(self) -> bool:
-        return self.is_tainted or not self._pooled and hasattr(self.environment, "close")
+        return self.is_tainted or not self._pooled and optional_method(self.environment, "close") is not None
 
     def _close(self) -> None:
         instance, self.environment = self.environment, None
@@ -218,26 +219,23 @@ def _tool_message(name: str, result: Any) -> dict[str, Any]:
     """A tool's result, or what it raised, as TRL shows it to the policy."""
     if isinstance(result, BaseException):
         result = {"error": describe(result)}
-    if are_blocks(result):
-        check_no_images([{"content": result}])
-        return {"role": "tool", "name": name, "content": as_text(result)}
-    return {"role": "tool", "name": name, "content": str(result)}
+    content = as_text(result) if are_blocks(result) else str(result)
+    return {"role": "tool", "name": name, "content": sound_text(content)}
 
 
 def _with_observation(prompt: Any, observation: Any) -> Any:
     """The prompt with a reset observation appended to its last message, the row left untouched (as TRL does)."""
     if observation is None:
         return prompt
-    if not isinstance(observation, list):
-        observation = str(observation)
+    is_in_blocks = are_blocks(observation)
+    text = sound_text(as_text(observation))
     if isinstance(prompt, str):
-        return prompt + as_text(observation)
+        return prompt + text
     content = prompt[-1]["content"]
     if isinstance(content, str):
-        check_no_images([{"content": observation}])
-        content += as_text(observation)
+        content += text
     else:
-        content = content + (observation if isinstance(observation, list) else [{"type": "text", "text": observation}])
+        content = content + (sound(observation) if is_in_blocks else [{"type": "text", "text": text}])
     messages = prompt[:-1] + [{**prompt[-1], "content": content}]
     check_no_images(messages)
     return messages
