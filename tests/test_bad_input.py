@@ -1,5 +1,6 @@
 """Bad input: one sentence, where the configuration or the trainer is made, that says what to change."""
 
+import json
 import re
 
 import pytest
@@ -60,12 +61,15 @@ def says(error, *parts: str) -> None:
         ("predictor_passes", 0, "1 or more"),
         ("predictor_batch_size", 0, "1 or more"),
         ("predictor_buffer_size", 0, "1 or more"),
+        ("predictor_forward_tokens", 0, "1 or more"),
         ("max_turns", 0, "1 or more"),
         ("max_turn_length", 0, "1 or more"),
         ("env_timeout", 0.0, "above 0"),
         ("env_max_workers", 0, "1 or more"),
         ("tree_log_max_megabytes", 0.0, "above 0"),
         ("tree_log_max_files", 0, "1 or more"),
+        ("max_completion_length", None, "the most tokens of a completion"),
+        ("max_completion_length", 0, "1 or more"),
         ("turn_stop_strings", ["]", ""], "remove it"),
         ("turn_stop_strings", "]", "pass a list of strings, here [']']"),
     ],
@@ -97,6 +101,59 @@ def test_what_vllm_can_not_do(options, remedies):
     with pytest.raises(ValueError) as error:
         config(**({"use_vllm": True} | options))
     says(error, *remedies)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "remedies"),
+    [
+        ({"eos_token_id": [2, *range(20, 200)]}, ["'eos_token_id'", "`model.generation_config.eos_token_id`"]),
+        ({"eos_token_id": 7}, ["'eos_token_id'", "`model.generation_config.eos_token_id`"]),
+        ({"max_new_tokens": 3}, ["'max_new_tokens'", "`max_turn_length`"]),
+        ({"stop_strings": ["a"]}, ["'stop_strings'", "`turn_stop_strings`"]),
+        ({"num_return_sequences": 2}, ["'num_return_sequences'", "one next turn"]),
+        ({"return_dict_in_generate": True}, ["'return_dict_in_generate'", "remove it"]),
+    ],
+)
+def test_what_ends_a_turn_is_no_generation_kwarg(kwargs, remedies):
+    """transformers would end turns, or return them, in a way that the engine does not know of."""
+    for plain in ({}, {"root_allocation": "uniform", "continuations_per_root": 0}):
+        with pytest.raises(ValueError) as error:
+            config(generation_kwargs=kwargs, **plain)
+        says(error, *remedies)
+    # vLLM's options have other names, and are vLLM's to refuse
+    assert config(use_vllm=True, generation_kwargs=kwargs).generation_kwargs == kwargs
+
+
+def test_beams_can_not_be_followed_to_a_stop_string():
+    with pytest.raises(ValueError) as error:
+        config(generation_kwargs={"num_beams": 2}, turn_stop_strings=["e"])
+    says(error, "'num_beams'", "`turn_stop_strings`", "only one of them")
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"num_beams": 2},
+        {"max_length": 30},
+        {"max_time": 60.0},
+        {"min_new_tokens": 50},
+        {"forced_eos_token_id": 2},
+        {"output_scores": True},
+        {"num_return_sequences": 1, "num_beams": 1, "return_dict_in_generate": False, "stop_strings": None},
+    ],
+)
+def test_generation_kwargs_that_work_are_left_to_trl(kwargs):
+    assert config(generation_kwargs=kwargs).generation_kwargs == kwargs
+    assert config(generation_kwargs=json.dumps(kwargs)).generation_kwargs == kwargs
+
+
+def test_forced_ends_are_for_single_turns(tmp_path):
+    args = make_config(tmp_path, generation_kwargs={"forced_eos_token_id": 2})
+    trainer(tmp_path, args=args)
+    for other in ({"env_step": env_step}, {"tools": [add], "train_dataset": chat_dataset()}):
+        with pytest.raises(ValueError) as error:
+            trainer(tmp_path, args=args, **other)
+        says(error, "'forced_eos_token_id'", "remove it")
 
 
 def test_modes_of_vllm():
@@ -406,6 +463,22 @@ def test_dataset_without_prompts(tmp_path):
         says(error, "no column 'prompt'", "answer, question", "rename or add", "`environment_factory`")
 
 
+@pytest.mark.parametrize("environment", [dict(tools=[add]), dict(environment_factory=Game)], ids=["tools", "methods"])
+def test_tools_with_string_prompts(tmp_path, environment):
+    strings, chats = string_dataset(), chat_dataset()
+    for train, evaluation in ((strings, None), (chats, strings), (chats, {"dev": strings})):
+        with pytest.raises(ValueError) as error:
+            trainer(tmp_path, train_dataset=train, eval_dataset=evaluation, **environment)
+        says(error, "'what is red' is no conversation", "tools", "list of messages")
+    # What can't be looked at before
+    of_a_stream = trainer(tmp_path, train_dataset=strings.to_iterable_dataset(), **environment)
+    of_chats = trainer(tmp_path, train_dataset=chats, **environment)
+    for run in (of_a_stream.train, lambda: of_chats.evaluate(strings), lambda: of_chats.rollout([strings[0]])):
+        with pytest.raises(ValueError) as error:
+            run()
+        says(error, "is no conversation", "tools", "list of messages")
+
+
 def test_template_that_cannot_carry_an_answer(tmp_path):
     template = "{{ messages[0].content }}<|im_end|>"
     with pytest.raises(ValueError, match="chat template can't append an answer .* use one that can"):
@@ -464,3 +537,96 @@ def test_case_39_images_of_a_stream_are_refused_at_the_first_row(tmp_path, row):
     with pytest.raises(ValueError, match="text only"):
         run.train()
     assert not asked
+
+
+# Prompts
+
+
+def stream(*prompts, **columns):
+    rows = [{"prompt": prompt, "number": number, **columns} for number, prompt in enumerate(prompts)]
+    return IterableDataset.from_generator(lambda: iter(rows * 8))
+
+
+MESSAGES = [{"role": "user", "content": "what is red"}]
+# A prompt, and what is said of it
+BAD_PROMPTS = [
+    (None, "has no prompt"),
+    (["a", "b"], "a list that holds an object of type str"),
+    ({"role": "user", "content": "x"}, "an object of type dict"),
+    (7, "an object of type int"),
+    ([], "an empty list"),
+    ([{"from": "user", "value": "x"}], "a message without 'role'"),
+    ([{"role": "user"}], "a message without 'content'"),
+    ([*MESSAGES, None], "a list that holds an object of type NoneType"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "told"), BAD_PROMPTS)
+def test_prompt_of_the_first_row(tmp_path, prompt, told):
+    rows = Dataset.from_list([{"prompt": prompt, "number": 41}] * 8)
+    for options in (dict(train_dataset=rows), dict(eval_dataset=rows), dict(eval_dataset={"dev": rows})):
+        with pytest.raises(ValueError) as error:
+            trainer(tmp_path, **options)
+        says(error, told, "drop", f"The row is {str(rows[0])[:80]!r}")
+
+
+@pytest.mark.parametrize(("prompt", "told"), BAD_PROMPTS)
+@pytest.mark.parametrize(("good", "first"), [(MESSAGES, False), ("what is red", False), (MESSAGES, True)])
+def test_prompt_of_a_row_of_a_stream(tmp_path, prompt, told, good, first):
+    run = trainer(tmp_path, train_dataset=stream(prompt, good) if first else stream(good, prompt))
+    with pytest.raises(ValueError) as error:
+        run.train()
+    row = {"prompt": prompt, "number": int(not first)}
+    says(error, told, "drop", f"The row is {str(row)[:80]!r}")
+
+
+def test_a_later_row_without_a_prompt(tmp_path):
+    run = trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": ["a", None] * 4}))
+    with pytest.raises(ValueError) as error:
+        run.train()
+    says(error, "has no prompt", "The row is \"{'prompt': None}\"")
+
+
+def test_rows_to_roll_out_without_a_prompt(tmp_path):
+    for row in ({"number": 7}, {"prompt": None, "number": 7}):
+        with pytest.raises(ValueError) as error:
+            trainer(tmp_path).rollout([row])
+        says(error, "has no prompt", str(row))
+
+
+@pytest.mark.parametrize("prompts", [("what is red", MESSAGES), (MESSAGES, "what is red")])
+def test_text_and_messages_in_one_batch(tmp_path, prompts):
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, train_dataset=stream(*prompts)).train()
+    says(error, "make all prompts the one or the other", "'number': 1")
+
+
+@pytest.mark.parametrize("prompts", [[""] * 8, ["", "what is red"] * 4])
+def test_prompt_without_tokens(tmp_path, prompts):
+    run = trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": prompts}))
+    with pytest.raises(ValueError) as error:
+        run.train()
+    says(error, "no tokens", "give it some text, or drop the row", "The row is \"{'prompt': ''}\"")
+
+
+@pytest.mark.parametrize("pad_token", [None, "<|endoftext|>"])
+def test_tokenizer_without_end_of_turn_token(tmp_path, pad_token):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token, tokenizer.pad_token = None, pad_token
+    with pytest.raises(ValueError) as error:
+        TRACETrainer(make_model(), length_reward, make_config(tmp_path), string_dataset(), processing_class=tokenizer)
+    says(error, "no end-of-turn token", "`eos_token`")
+
+
+def test_prompts_that_an_environment_gives(tmp_path):
+    """A row may lack its prompt there, also where its column has it for other rows."""
+
+    class Tasks(Game):
+        def reset(self, **kwargs):
+            return "what is red"
+
+    rows = Dataset.from_dict({"prompt": [None, MESSAGES] * 4})
+    run = trainer(tmp_path, environment_factory=Tasks, train_dataset=rows)
+    assert run._engine.codec.conversational
+    (tree,) = run.rollout([rows[0]])
+    assert tree.prompt == MESSAGES

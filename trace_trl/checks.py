@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -35,11 +36,36 @@ def check_arguments(
         raise ValueError(f"`env_step` and `{other}` both answer the policy's turns: pass only one of them.")
     if env_reset is not None and env_step is None:
         raise ValueError("`env_reset` makes the state that `env_step` takes: pass `env_step` as well, or remove it.")
+    forced = (args.generation_kwargs or {}).get("forced_eos_token_id")
+    if forced is not None and (tools or environment_factory is not None or env_step is not None):
+        raise ValueError(
+            "`generation_kwargs` holds 'forced_eos_token_id', which makes a turn that was cut off look as if it had "
+            "ended, so that an environment would run a fragment: remove it."
+        )
     # An environment may bring a reward of its own; TRL looks for it
     if not reward_funcs and env_step is None and environment_factory is None:
         raise ValueError(
             "Nothing gives a reward: pass `reward_funcs`, an `env_step` that returns rewards, or an "
             "`environment_factory` whose environment defines `get_reward`."
+        )
+
+
+def check_tool_datasets(*datasets: Any) -> None:
+    """Raises `ValueError` for data sets whose first prompt can't list tools."""
+    for dataset in datasets:
+        for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            example = first_row(part)
+            if example is not None:
+                check_tool_row(example)
+
+
+def check_tool_row(example: dict[str, Any]) -> None:
+    """Raises `ValueError` for a dataset row whose prompt can't list tools."""
+    if not row_is_conversational(example):
+        raise ValueError(
+            f"The prompt {str(example['prompt'])[:80]!r} is no conversation, and only a chat template shows tools to "
+            'the policy: make each prompt a list of messages, `[{"role": "user", "content": prompt}]`, or pass no '
+            "tools."
         )
 
 
@@ -79,24 +105,90 @@ def check_datasets(*datasets: Any, needs_prompt: bool = True) -> None:
                 )
             example = first_row(part)
             if example is not None and "prompt" in example:
-                check_row(example, example["prompt"])
+                check_row(example, example["prompt"], needs_prompt)
 
 
-def check_row(example: dict[str, Any], prompt: Any) -> None:
-    """Raises `ValueError` for a dataset row that holds images."""
-    if prompt is not None and not isinstance(prompt, str):
+def check_row(example: dict[str, Any], prompt: Any, needs_prompt: bool = True) -> None:
+    """Raises `ValueError` for a dataset row whose prompt is neither text nor messages, or that holds images."""
+    if prompt is None:
+        if needs_prompt:
+            raise ValueError(
+                "A dataset row has no prompt: give it one or drop it, or pass an `environment_factory` whose `reset` "
+                f"gives the prompt. The row is {_start_of(example)}."
+            )
+    elif not isinstance(prompt, str):
+        fault = _fault_of_messages(prompt)
+        if fault is not None:
+            raise ValueError(
+                f"The prompt of a dataset row is {fault}: make it a string, or a list of messages, each a dictionary "
+                f"with 'role' and 'content', or drop the row. The row is {_start_of(example)}."
+            )
         check_no_images(prompt)
     if any(example.get(key) is not None for key in ("image", "images")):
         raise ValueError("A dataset row holds images: TRACETrainer trains on text only, so remove that column.")
 
 
-def check_prompt_length(prompt: Any, prompt_ids: list[int], context_length: int | None) -> None:
-    """Raises `ValueError` for a prompt that leaves no room for a completion."""
+def _fault_of_messages(prompt: Any) -> str | None:
+    if not isinstance(prompt, list):
+        return f"an object of type {type(prompt).__name__}"
+    if not prompt:
+        return "an empty list"
+    for message in prompt:
+        if not isinstance(message, dict):
+            return f"a list that holds an object of type {type(message).__name__}"
+        for key in ("role", "content"):
+            if key not in message:
+                return f"a list that holds a message without {key!r}"
+    return None
+
+
+def check_prompt_kinds(rows: Sequence[dict[str, Any]], prompts: Sequence[Any]) -> None:
+    """Raises `ValueError` where text and messages are mixed: all prompts of a batch are encoded in one go."""
+    for row, prompt in zip(rows, prompts, strict=True):
+        if isinstance(prompt, str) != isinstance(prompts[0], str):
+            kind, other = ("a string", "messages") if isinstance(prompt, str) else ("messages", "a string")
+            raise ValueError(
+                f"The prompt of a dataset row is {kind}, that of another {other}: make all prompts the one or the "
+                f"other. The row is {_start_of(row)}."
+            )
+
+
+def check_prompt_length(
+    example: dict[str, Any], prompt: Any, prompt_ids: list[int], context_length: int | None
+) -> None:
+    """Raises `ValueError` for a prompt without tokens, or one that leaves no room for a completion."""
+    if not prompt_ids:
+        raise ValueError(
+            "A prompt has no tokens, so there is nothing to sample a completion from: give it some text, or drop the "
+            f"row. The row is {_start_of(example)}."
+        )
     if context_length is not None and len(prompt_ids) >= context_length:
         raise ValueError(
             f"A prompt has {len(prompt_ids)} tokens, but the model takes {context_length} with its completion: "
             f"shorten or drop the row whose prompt starts with {str(prompt)[:80]!r}."
         )
+
+
+def check_continuous_batching(args: Any, is_fsdp: bool) -> None:
+    """Raises `ValueError` where weights that FSDP shards in float32 would have to be given another precision."""
+    if is_fsdp and args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
+        raise ValueError(
+            "`use_transformers_continuous_batching` can't give weights that FSDP shards half precision: set it to "
+            "`False`, or generate with `use_vllm=True`."
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises `ValueError` for a tokenizer that can't say where a turn ends."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no end-of-turn token, so no turn would ever end: set its `eos_token` (`processing_class"
+            ".eos_token`) to the token that ends a turn."
+        )
+
+
+def _start_of(example: dict[str, Any]) -> str:
+    return repr(str(example)[:80])
 
 
 def first_row(dataset: Any) -> dict[str, Any] | None:
@@ -105,5 +197,6 @@ def first_row(dataset: Any) -> dict[str, Any] | None:
 
 
 def row_is_conversational(example: dict[str, Any]) -> bool:
+    prompt = example.get("prompt")
     # A row without a prompt belongs to an environment that gives it
-    return "prompt" not in example or is_conversational({"prompt": example["prompt"]})
+    return prompt is None or bool(prompt) and is_conversational({"prompt": prompt})
