@@ -144,8 +144,8 @@ def _calibration(pairs: Sequence[tuple[int, float, bool]]) -> dict[str, float]:
 
 
 def gather_lengths(rows: Rows) -> tuple[list[int], list[bool], int]:
-    """Sampled tokens of each row and whether it was truncated, rows of all processes, and all tokens that the policy
-    read or sampled. Gathers.
+    """Sampled tokens of each row and whether it was truncated, rows of all processes, and the tokens of their prompts
+    and turns together, observations left out as in TRL. Gathers.
     """
     sampled = [sum(mask) for mask in rows.sampled_mask]
     everyone = gather_object(list(zip(sampled, rows.truncated, map(len, rows.prompt_ids), strict=True)))

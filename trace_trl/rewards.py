@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from trl.extras.profiling import profiling_context
 from trl.trainer.utils import is_async_callable
 
 from .environments.base import copy_plain
-from .tree import RolloutTree, Turn
+from .environments.runner import contained
+from .tree import RolloutTree, Turn, is_success
 
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class RewardScorer:
         parts of their weights that lie here.
 
         Raises:
-            ValueError: if a reward function does not return one reward per leaf.
+            ValueError: if a reward function does not return one reward per leaf, each a number or `None`.
         """
         if not leaves:
             for function, processor in zip(
@@ -77,7 +78,7 @@ class RewardScorer:
             leaf = turn.leaf
             assert leaf is not None
             leaf.rewards, leaf.reward = row, total
-            leaf.success = None if math.isnan(total) else total >= self.success_threshold
+            leaf.success = None if math.isnan(total) else is_success(total, self.success_threshold)
 
     @staticmethod
     def _warn(tree: RolloutTree, turn: Turn) -> None:
@@ -115,7 +116,10 @@ class RewardScorer:
             async def together():
                 return await asyncio.gather(
                     *[
-                        function(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
+                        # One that exits would end the event loop, and nobody would be told
+                        contained(
+                            function(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
+                        )
                         for _, function in waiting
                     ]
                 )
@@ -142,6 +146,12 @@ class RewardScorer:
         kwargs["log_metric"] = self.trainer._log_metric
 
         def log_extra(column: str, values: list) -> None:
+            values = list(values)
+            if len(values) != len(leaves):
+                raise ValueError(
+                    f"`log_extra` was given {len(values)} values for the column {column!r}, but {len(leaves)} were "
+                    "expected: give it one value per completion."
+                )
             # Leaves are scored in another order than they are logged in
             for (_, turn), value in zip(leaves, values, strict=True):
                 turn.leaf.extras[column] = value  # type: ignore[union-attr]
@@ -175,11 +185,35 @@ class RewardScorer:
             return model(**inputs).logits[:, 0]
 
     @staticmethod
-    def _column(name: str, answer: Sequence[float | None], count: int, device: torch.device) -> torch.Tensor:
+    def _column(name: str, answer: Any, count: int, device: torch.device) -> torch.Tensor:
+        wanted = "return one number, or `None`, per completion, in their order"
+        # Iterated over, a dictionary or a text would give something, but no rewards
+        if isinstance(answer, (str, bytes, Mapping, Set)) or not _is_iterable(answer):
+            raise ValueError(f"The reward function '{name}' returned {_kind_of(answer)}: {wanted}.")
+        answer = list(answer)
         if len(answer) != count:
             raise ValueError(
                 f"The reward function '{name}' returned {len(answer)} rewards, but {count} were expected (one per "
                 "prompt-completion pair). Make sure the reward function returns exactly one reward per completion."
             )
-        rewards = [torch.nan if reward is None else float(reward) for reward in answer]
+        rewards = []
+        for reward in answer:
+            try:
+                rewards.append(torch.nan if reward is None else float(reward))
+            except Exception as error:
+                raise ValueError(
+                    f"The reward function '{name}' returned {_kind_of(reward)} as one of its rewards: {wanted}."
+                ) from error
         return torch.tensor(rewards, dtype=torch.float32, device=device)
+
+
+def _is_iterable(answer: Any) -> bool:
+    try:
+        iter(answer)
+    except TypeError:
+        return False
+    return True
+
+
+def _kind_of(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
