@@ -238,6 +238,21 @@ def test_a_checkpoint_that_lost_a_process_is_refused(tmp_path, lost):
         load_state(One, str(checkpoint))
 
 
+def test_a_head_that_was_lost_is_not_replaced_by_a_new_one(tmp_path):
+    make_trainer(tmp_path, max_steps=1).train()
+    (tmp_path / "checkpoint-1" / "value_head_config.json").unlink()
+    trainer = make_trainer(tmp_path, max_steps=2)
+    with pytest.raises(FileNotFoundError, match="what the value head's training needs, but not the head"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_process_that_is_not_to_save_writes_no_head(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path / "run")
+    monkeypatch.setattr(type(trainer.args), "should_save", property(lambda args: False))
+    trainer.save_model(str(tmp_path / "model"))
+    assert not (tmp_path / "model").exists() or not os.listdir(tmp_path / "model")
+
+
 def test_the_best_model_comes_with_its_head(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=2)
     trainer.train()

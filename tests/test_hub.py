@@ -198,9 +198,8 @@ def test_section_of_two_steps_by_hand():
             "Each generation drew 16 bare rollouts from a pool of 12 prompts, and 2 continuations per bare rollout "
             "from turn-level prefixes: 16 x (1 + 2) = 48 leaves (`root_allocation=active`).",
             "",
-            "Effective ratio: share of the prompts with rollouts whose outcomes were mixed, those that train the "
-            "policy.",
-            "Mixed anchors: the same for the prefixes at which rollouts branched.",
+            "Effective ratio: share of the prompts with rollouts whose outcomes were mixed.",
+            "Mixed anchors: the same for all from which several rollouts went on, prompts and turns inside rollouts.",
             "",
             "| Step | Effective ratio | Mixed anchors |",
             "| --- | --- | --- |",

@@ -14,12 +14,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate import Accelerator
+from accelerate.utils import broadcast, broadcast_object_list, send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -57,12 +60,13 @@ def staged(trainer: Any, run_dir: str) -> Iterator[tuple[str, str]]:
     yield staging, path
     if state.best_model_checkpoint == path:
         _set_best(state, final, path if args.should_save else None)
-    accelerator.wait_for_everyone()
     # Where nodes share the folder, the first process moves it for all of them
-    for is_mine in (accelerator.is_main_process, accelerator.is_local_main_process):
-        if is_mine and os.path.isdir(path):
-            _move(path, final, aside=os.path.join(staging, f"replaced-{name}"))
-        accelerator.wait_for_everyone()
+    is_shared = _sees_first_process(accelerator, staging)
+    accelerator.wait_for_everyone()
+    is_mover = accelerator.is_main_process or (accelerator.is_local_main_process and not is_shared)
+    if is_mover and os.path.isdir(path):
+        _move(path, final, aside=os.path.join(staging, f"replaced-{name}"))
+    accelerator.wait_for_everyone()
     if args.should_save:
         rotate_checkpoints(
             output_dir=run_dir,
@@ -70,6 +74,19 @@ def staged(trainer: Any, run_dir: str) -> Iterator[tuple[str, str]]:
             best_model_checkpoint=state.best_model_checkpoint,
             use_mtime=True,
         )
+
+
+def _sees_first_process(accelerator: Accelerator, folder: str) -> bool:
+    """Whether a file that the first process writes into its `folder` is in this process's. Called by all processes.
+
+    Whether the folder itself is there tells less: a network file system may say so for seconds after it was moved.
+    """
+    (name,) = broadcast_object_list([uuid.uuid4().hex])
+    path = os.path.join(folder, name)
+    if accelerator.is_main_process:
+        Path(path).touch()
+    accelerator.wait_for_everyone()
+    return os.path.exists(path)
 
 
 def _set_best(state: TrainerState, final: str, written: str | None) -> None:
@@ -105,10 +122,15 @@ def save_state(trainer: Any, checkpoint: str) -> None:
     torch.save(state, os.path.join(checkpoint, state_file(args.process_index)))
 
 
-def load_head(predictor: SuccessPredictor, checkpoint: str) -> None:
-    """Loads the value head of a checkpoint, if it has one."""
-    if os.path.exists(os.path.join(checkpoint, HEAD_CONFIG)):
+def load_head(predictor: SuccessPredictor, checkpoint: str) -> bool:
+    """Loads the value head of a checkpoint, if it has one: whether it does. Called by all processes, of which only the
+    first need see the file."""
+    found = os.path.exists(os.path.join(checkpoint, HEAD_CONFIG))
+    if found:
         predictor.load_state_dict(SuccessPredictor.from_pretrained(checkpoint).state_dict())
+    for parameter in predictor.parameters():
+        broadcast(parameter.data)
+    return bool(broadcast_object_list([found])[0])
 
 
 def load_state(trainer: Any, checkpoint: str) -> None:
@@ -118,12 +140,11 @@ def load_state(trainer: Any, checkpoint: str) -> None:
     processes gives the value head and its optimizer; the generation batch starts anew.
 
     Raises:
-        FileNotFoundError: on every process, if the state of some of them is missing.
+        FileNotFoundError: on every process, if the state of some of them is missing, or the value head that it is of.
     """
     process, processes = trainer.args.process_index, trainer.args.world_size
     predictor_trainer, most = trainer.predictor_trainer, trainer._sync.most
-    if predictor_trainer is not None:
-        load_head(trainer.predictor, checkpoint)
+    has_head = predictor_trainer is not None and load_head(trainer.predictor, checkpoint)
     paths = [os.path.join(checkpoint, state_file(index)) for index in (process, 0)]
     path = next((path for path in paths if os.path.exists(path)), None)
     state = None if path is None else torch.load(path, map_location="cpu", weights_only=True)
@@ -141,6 +162,13 @@ def load_state(trainer: Any, checkpoint: str) -> None:
             f"{checkpoint} was saved by {processes} processes, but not all of {state_file(0)} to "
             f"{state_file(processes - 1)} are there: copy those of every node into it, or delete them all to start "
             "the predictor's training and the generation batch anew."
+        )
+    has_moments = most(int(state is not None and state["predictor"] is not None))
+    if predictor_trainer is not None and has_moments and not has_head:
+        raise FileNotFoundError(
+            f"{checkpoint} holds what the value head's training needs, but not the head: copy {HEAD_CONFIG} and the "
+            f"weights beside it from where the first process wrote them, or delete all of {state_file(0)} to "
+            f"{state_file(saved_by - 1)} to start the head anew."
         )
     if saved_by != processes:
         logger.warning(

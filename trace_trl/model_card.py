@@ -56,8 +56,8 @@ def _curve(log_history: Sequence[Mapping[str, Any]]) -> list[str]:
         step, ratio = ratios[index]
         rows.append([str(step), f"{ratio:.3f}", f"{anchors[step]:.3f}" if step in anchors else "-"])
     return [
-        "Effective ratio: share of the prompts with rollouts whose outcomes were mixed, those that train the policy.",
-        "Mixed anchors: the same for the prefixes at which rollouts branched.",
+        "Effective ratio: share of the prompts with rollouts whose outcomes were mixed.",
+        "Mixed anchors: the same for all from which several rollouts went on, prompts and turns inside rollouts.",
         "",
         *_table(["Step", "Effective ratio", "Mixed anchors"], rows),
         "",
