@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import requests
+
 
 class RequestOutputKind(Enum):
     FINAL_ONLY = 2
@@ -158,7 +160,8 @@ class FakeClient:
         self.say = say
         self.calls: list[dict[str, Any]] = []
         self.hits = 0
-        self.session = self
+        self.session = requests.Session()
+        self.session.get = self.get
 
     def get_server_info(self) -> dict[str, Any]:
         return {"model_config": {"max_model_len": 4096}}

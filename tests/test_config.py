@@ -161,6 +161,25 @@ def test_batch_of_trl_defaults_falls_back_with_a_warning(caplog):
     assert "Set `continuations_per_root`" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("processes", "limits", "warned"),
+    [
+        (2, dict(env_timeout=30, ddp_timeout=60), True),
+        (2, dict(env_timeout=29, ddp_timeout=60), False),
+        (2, dict(env_timeout=None, ddp_timeout=60), False),
+        (1, dict(env_timeout=90, ddp_timeout=60), False),
+        (2, {}, False),
+    ],
+)
+def test_an_environment_that_outlasts_the_other_processes_gives_a_warning(
+    caplog, monkeypatch, processes, limits, warned
+):
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: processes))
+    with caplog.at_level(logging.WARNING, logger="trace_trl.config"):
+        config(generation_batch_size=48, num_generations=4, **limits)
+    assert ("one that hangs would end the run" in caplog.text) == warned
+
+
 def test_batch_that_divides_gives_no_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="trace_trl.config"):
         config(generation_batch_size=24)
@@ -223,10 +242,12 @@ COMMAND_LINE = {
     "predictor_learning_rate": 0.01,
     "predictor_weight_decay": 0.0,
     "headroom_exponent": 1.5,
+    "skip_zero_advantage_rows": False,
     "predictor_certainty": True,
     "predictor_passes": 2,
     "predictor_batch_size": 32,
     "predictor_buffer_size": 100,
+    "predictor_forward_tokens": 5000,
     "max_turns": 5,
     "max_turn_length": 64,
     "turn_stop_strings": ["Observation:", "]\n"],

@@ -10,7 +10,7 @@ import pytest
 
 from test_engine import Broken, kinds, lasting, on_two_processes, plans_of
 from toys import ScriptedGenerator, coin, make_engine, make_tokenizer, usual
-from trace_trl import StepResult
+from trace_trl import StepResult, continuous
 from trace_trl.continuous import ContinuousRun, order_children
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.tree_log import tree_to_dict
@@ -24,6 +24,8 @@ WORDS = ["red", "green", "blue", "yes", "no", "left", "right"]
 
 class ScriptedStream(ScriptedGenerator):
     """Answers what was asked of it one by one, in an order of its own."""
+
+    is_shared = False
 
     def __init__(self, script, seed=0, most=3):
         super().__init__(script, [END])
@@ -206,11 +208,10 @@ def test_an_error_ends_the_run_and_gives_up_what_is_open(place, error):
     assert Session.opened == Session.left == 2
 
 
-def test_two_processes_make_the_same_number_of_ticks():
-    """One process has long episodes, the other short ones and none at all; what they do together, they do together."""
+def play_on_two_processes(*names):
+    """Plays the prompts of each process, of as many turns as their names say, with value passes that all make."""
 
     def work(rank, sync):
-        names = (["1", "5"], ["2"])[rank]
         engine = make_engine(
             ScriptedStream(lambda request: SAID, seed=rank),
             lasting(lambda name, number: int(name)),
@@ -219,13 +220,98 @@ def test_two_processes_make_the_same_number_of_ticks():
             predict=lambda leaves: sync.gather("predict", len(leaves)),
             prefix_allocation="active",
         )
-        plans = plans_of(engine, *names)
+        plans = plans_of(engine, *names[rank])
         engine.run(plans, seed=0)
         return [kinds(plan) for plan in plans]
 
     syncs, (first, second) = on_two_processes(work)
-    assert syncs[0].calls == syncs[1].calls and "predict" in syncs[0].calls
-    assert [len(found) for found in first + second] == [4, 4, 4]
+    assert [len(found) for found in first + second] == [4] * sum(map(len, names))
+    assert syncs[0].calls == syncs[1].calls
+    return syncs[0].calls
+
+
+def test_two_processes_make_the_same_number_of_ticks():
+    """One process has long episodes, the other short ones and none at all; what they do together, they do together."""
+    assert "predict" in play_on_two_processes(["1", "5"], ["2"])
+
+
+def test_two_processes_stop_for_values_no_more_often_than_one_would():
+    """Eight prompts that end one after the other, in turn on one process and on the other."""
+    calls = play_on_two_processes(["1", "3", "5", "7"], ["2", "4", "6", "8"])
+    assert 1 <= calls.count("predict") <= 5
+
+
+class SlowStream(ScriptedStream):
+    """Takes 30 steps of 5 ms for a turn, as an engine that samples a token in each does."""
+
+    def __init__(self, script, seed=0):
+        super().__init__(script, seed)
+        self.left, self.steps = {}, 0
+
+    def step(self):
+        time.sleep(0.005)
+        self.steps += 1
+        for key in self.open:
+            self.left[key] = self.left.get(key, 30) - 1
+        ended = [key for key in self.open if not self.left[key]]
+        return [(key, self._sample(self.open.pop(key))) for key in ended]
+
+
+def test_a_process_with_an_engine_of_its_own_does_not_wait_for_the_others_at_every_token(monkeypatch):
+    """With 64 processes some engine is always at a long step, and all of them would step as slowly."""
+    monkeypatch.setattr(continuous, "STRIDE", 60.0)
+    streams = [SlowStream(lambda request: SAID, seed=rank) for rank in range(2)]
+
+    def work(rank, sync):
+        engine = make_engine(streams[rank], lasting(lambda name, number: int(name)), sync=sync, schedule=ContinuousRun)
+        plans = plans_of(engine, *[["2", "4"], ["3"]][rank])
+        engine.run(plans, seed=0)
+        return [kinds(plan) for plan in plans]
+
+    syncs, (first, second) = on_two_processes(work)
+    assert [len(found) for found in first + second] == [4] * 3
+    assert streams[0].steps >= 120  # four turns one after the other
+    # Bare rollouts of three prompts and what follows them
+    assert syncs[0].calls.count("totals") < 10
+
+
+def test_processes_that_hold_one_engine_step_it_together():
+    class SharedStream(ScriptedStream):
+        is_shared = True
+
+        def __init__(self, sync, rank):
+            super().__init__(lambda request: SAID, seed=5)
+            self.sync, self.rank, self.steps = sync, rank, 0
+
+        def submit(self, requests):
+            if requests:
+                self.calls.append([request for _, request in requests])
+            for rank, part in enumerate(self.sync.gather("submit", list(requests))):
+                self.open |= {(rank, key): request for key, request in part}
+
+        def step(self):
+            self.sync.gather("step", None)
+            self.steps += 1
+            keys = self.random.sample(sorted(self.open), min(len(self.open), self.random.randint(0, 2)))
+            ended = [(key, self._sample(self.open.pop((rank, key)))) for rank, key in keys if rank == self.rank]
+            for key in keys:
+                self.open.pop(key, None)
+            return ended
+
+    streams = {}
+
+    def work(rank, sync):
+        streams[rank] = SharedStream(sync, rank)
+        environment = lasting(lambda name, number: int(name))
+        engine = make_engine(streams[rank], environment, sync=sync, schedule=ContinuousRun)
+        plans = plans_of(engine, *[["1", "5", "2"], ["2"]][rank])
+        engine.run(plans, seed=0)
+        return [kinds(plan) for plan in plans]
+
+    syncs, (first, second) = on_two_processes(work)
+    assert [len(found) for found in first + second] == [4] * 4
+    assert syncs[0].calls == syncs[1].calls and streams[0].steps == streams[1].steps
+    assert syncs[0].calls.count("totals") < streams[0].steps
 
 
 def test_an_error_on_one_process_ends_both():

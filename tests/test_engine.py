@@ -471,8 +471,8 @@ class TwoProcesses:
     def most(self, number):
         return max(self.gather("most", number))
 
-    def any_of(self, *flags):
-        return [any(column) for column in zip(*self.gather("any_of", flags), strict=True)]
+    def totals(self, *numbers):
+        return [sum(column) for column in zip(*self.gather("totals", numbers), strict=True)]
 
     def check(self, error):
         if any(self.gather("check", error is not None)):

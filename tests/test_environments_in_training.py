@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+import toys
 from toys import (
     AsyncCounterEnvironment,
     CounterEnvironment,
@@ -20,11 +21,13 @@ from toys import (
     SocketOwner,
     call,
     chat_dataset,
+    echo,
     make_config,
     make_model,
     make_tokenizer,
     speak,
     string_dataset,
+    usual,
 )
 from trace_trl import StepResult, TRACETrainer
 
@@ -427,6 +430,72 @@ def test_env_step_adds_to_reward_functions(tmp_path):
     assert logged(trainer, "reward") == pytest.approx([3.5, 3.5])
 
 
+@pytest.mark.parametrize("training", [string_dataset, chat_dataset], ids=["string", "chat"])
+def test_evaluation_with_prompts_of_the_other_kind(tmp_path, training):
+    """Answers have the form of the prompts at hand, not of those that training began with."""
+    other = chat_dataset if training is string_dataset else string_dataset
+
+    def env_step(state, action, messages):
+        return StepResult("OBS", done="OBS" in messages[-2]["content"], reward=float(state["number"] % 2))
+
+    options = dict(env_step=env_step, eval_dataset=other(4), eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer = make_trainer(tmp_path, lambda history: "red", training(), **options)
+    trainer.train()
+    answered = {history for history in trainer.histories if "OBS" in history}
+    in_chats = {history for history in answered if history.startswith("<|im_start|>user")}
+    assert in_chats and answered - in_chats
+    opening = "<|im_end|>\n<|im_start|>assistant\n"
+    assert all(history.endswith(f"{opening}red<|im_end|>\n<|im_start|>user\nOBS{opening}") for history in in_chats)
+    assert all(history.endswith("red<|im_end|>OBS") for history in answered - in_chats)
+    chat = {"prompt": [{"role": "user", "content": "go"}], "number": 1}
+    for row in (chat, {"prompt": "go", "number": 1}, chat):
+        (tree,) = trainer.rollout([row])
+        assert tree.leaves()[0].depth == 2
+    assert [history.startswith("go") for history in trainer.histories[-6:]] == [False, False, True, True, False, False]
+
+
+def test_without_an_environment_evaluation_may_have_prompts_of_the_other_kind(tmp_path):
+    kinds = set()
+
+    def reward(prompts, completions, **kwargs):
+        kinds.add((type(prompts[0]), type(completions[0])))
+        return [1.0] * len(prompts)
+
+    options = dict(eval_dataset=chat_dataset(4), eval_strategy="steps", eval_steps=1, max_steps=1)
+    make_trainer(tmp_path, lambda history: "red", string_dataset(), reward, **options).train()
+    assert kinds == {(str, str), (list, list)}
+
+
+def test_calls_that_are_no_utf8_or_nested_too_deep_end_nothing(tmp_path):
+    """Neither training nor TRL's table of completions."""
+    tokenizer = make_tokenizer()
+    head = '<tool_call>\n{"name":"echo","arguments":{"text":'
+    turns = [
+        head + r'"\ud800"}}' + "\n</tool_call>",
+        head + "[" * 490 + "]" * 490 + "}}\n</tool_call>",
+        head + '{"text":' * 500,
+    ]
+
+    def script(request):
+        at = turn_of(tokenizer.decode(request.context)) - 1
+        return usual(tokenizer, turns[at] if at < len(turns) else "done") + [tokenizer.eos_token_id]
+
+    trainer = toys.make_trainer(
+        tmp_path,
+        script,
+        model=make_model(max_position_embeddings=8192),
+        tools=[echo],
+        max_completion_length=8000,
+        max_steps=1,
+        log_completions=True,
+        log_trees=True,
+    )
+    trainer.train()
+    assert logged(trainer, "rollout/turns_per_leaf") == [4]
+    (line, *_) = next(tmp_path.glob("trees/*.jsonl")).read_text().splitlines()
+    assert json.loads(line)["turns"][0]["observation"] == "\ufffd"
+
+
 def code_blocks():
     page = (Path(__file__).parent.parent / "docs" / "environments.md").read_text()
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -438,7 +507,7 @@ def test_code_of_the_environments_page_runs(tmp_path, monkeypatch):
     make_model().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     first, stops, state = code_blocks()
-    script = first.replace("Qwen/Qwen3-0.6B", str(folder)).replace("TRACEConfig(", "short(")
+    script = first.replace("Qwen/Qwen2.5-1.5B-Instruct", str(folder)).replace("TRACEConfig(", "short(")
     given = {}
 
     def short(**kwargs):

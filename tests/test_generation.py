@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toys import chat_dataset, make_model, make_tokenizer, make_trainer, string_dataset, unusual, usual
-from trace_trl import StepResult, generation
+from trace_trl import StepResult, checks, generation
 from trace_trl.generation import Request, Sample, TurnStopStrings, row_lengths, stop_string_end
 
 
@@ -331,6 +331,63 @@ def test_continuous_batching_draws_what_padded_generation_draws(tmp_path, traini
 
 def outputs_of(*rows, error=None):
     return {str(n): SimpleNamespace(generated_tokens=ids, error=error) for n, ids in enumerate(rows)}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_continuous_batching_gives_the_weights_their_precision_back(tmp_path, monkeypatch, precision):
+    """Weights of half precision swallow an optimizer's small steps, frequencies of half precision shift positions."""
+    trainer = batched_trainer(tmp_path)
+    setattr(trainer.args, precision, True)
+    model, seen = trainer.model, []
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    before = {name: (tensor, tensor.clone()) for name, tensor in tensors}
+    count = len({id(tensor) for tensor in model.parameters()})
+
+    def generate_batch(*args, **kwargs):
+        seen.append(({p.dtype for p in model.parameters()}, {b.dtype for b in model.buffers()}))
+        assert len({id(tensor) for tensor in model.parameters()}) == count  # what is tied stays so
+        raise RuntimeError("out of blocks")
+
+    monkeypatch.setattr(model, "generate_batch", generate_batch, raising=False)
+    with pytest.raises(RuntimeError, match="out of blocks"):
+        trainer._engine.generate([Request([9], 3)])
+    assert seen == [({{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}, {torch.float32})]
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert before.keys() == after.keys()
+    for name, (tensor, value) in before.items():
+        assert after[name] is tensor and tensor.dtype == torch.float32 and torch.equal(tensor, value), name
+
+
+def test_continuous_batching_leaves_the_hooks_of_gradients_alone(tmp_path):
+    """DDP averages gradients by them. Other data in a parameter's place takes them off, without an error."""
+    trainer = batched_trainer(tmp_path, bf16=True)
+    called = []
+    hooks = []
+    for parameter in trainer.model.parameters():
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        hooks.append((node, node.register_hook(lambda *args: called.append(1))))
+    trainer._engine.generate([Request([9], 3)])
+    trainer.model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert len(called) == len(hooks)
+
+
+def test_continuous_batching_in_half_precision_is_refused_where_fsdp_shards():
+    args = SimpleNamespace(use_transformers_continuous_batching=True, bf16=True, fp16=False)
+    with pytest.raises(ValueError, match="set it to `False`, or generate with `use_vllm=True`"):
+        checks.check_continuous_batching(args, True)
+    checks.check_continuous_batching(args, False)
+    args.bf16 = False
+    checks.check_continuous_batching(args, True)
+
+
+def test_continuous_batching_draws_the_same_in_half_precision(tmp_path):
+    trainer, halved = batched_trainer(tmp_path / "a"), batched_trainer(tmp_path / "b", bf16=True)
+    for each in (trainer, halved):
+        each.generation_config.do_sample = False
+    for parameter in trainer.model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    requests = [Request([11, 12, 13], 6), Request([14] * 5, 6)]
+    assert halved._engine.generate(requests) == trainer._engine.generate(requests)
 
 
 def test_continuous_batching_cuts_turns_where_they_end(tmp_path, monkeypatch):

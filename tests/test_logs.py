@@ -12,6 +12,7 @@ import re
 import struct
 import sys
 import termios
+import time
 from collections import Counter
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -371,6 +372,8 @@ def test_step_line():
     )
     assert step_line(123456, {}).startswith("step 123456  effective -  mixed anchors -")
     assert "training" not in step_line(1, {})
+    # A generation of 14 s, trained on for 6 s in each of four steps
+    assert step_line(7, logs | {"step_time": (14 + 4 * 6) / 4}, generations=1 / 4).endswith("training 6.0")
 
 
 def test_one_line_per_logged_training_step(tmp_path, capsys):
@@ -392,6 +395,29 @@ def test_one_line_per_logged_training_step(tmp_path, capsys):
     assert all(re.search(r"effective \d.\d\d .* tokens \d+ .* generation \d", line) for line in lines)
     # Where there is no terminal there is no bar
     assert "rollouts" not in output.err
+
+
+@pytest.mark.parametrize("allocation", ["active", "uniform"])
+def test_resets_are_seconds_of_the_environment(tmp_path, allocation):
+    """They were the predictor's, which is asked right behind them, or nobody's."""
+
+    def slow_reset(row):
+        time.sleep(1)
+        return {}
+
+    run = walking_trainer(tmp_path, env_reset=slow_reset, root_allocation=allocation, max_steps=2)
+    run.train()
+    entries = logged(run, "seconds/total")
+    assert len(entries) == 2
+    for entry in entries:
+        assert 1 <= entry["seconds/environment"] < entry["seconds/total"]
+        assert entry["seconds/predictor"] < 1
+        # None is counted twice: further rollouts of a prompt are reset within a run
+        stages = [entry[f"seconds/{stage}"] for stage in ("generation", "environment", "reward", "predictor")]
+        assert sum(stages) <= entry["seconds/total"]
+    started = time.perf_counter()
+    evaluation = run.evaluate(chat_dataset(1))
+    assert 1 <= evaluation["eval_seconds/environment"] <= time.perf_counter() - started
 
 
 def test_no_line_where_progress_is_turned_off(tmp_path, capsys):

@@ -330,6 +330,7 @@ def test_case_03_an_end_token_that_is_the_padding_token(tmp_path):
 def loss_and_gradient_by_token(trainer, batch):
     """The loss, and the size of its gradient with respect to the hidden state that each completion token is predicted
     from: whatever reads a token's log-prob or the entropy in its place goes through that hidden state."""
+    trainer.args.skip_zero_advantage_rows = False  # else states would be those of the other rows only
     states = []
     hook = trainer.model.get_decoder().register_forward_hook(lambda module, args, output: states.append(output[0]))
     loss = trainer._compute_loss(trainer.model, batch)

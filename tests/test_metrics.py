@@ -63,6 +63,17 @@ def test_effective_sees_other_processes():
     assert effective(grow([1.0], remote=[[1.0, 0.6]]), success_threshold=0.7)
 
 
+@pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9, 0.95])
+def test_a_reward_at_the_threshold_is_a_success_in_single_precision_too(threshold):
+    """As float32, in which rewards are added up, 0.7, 0.9 and 0.95 are a little less and 0.8 is a little more."""
+    single = np.float32(threshold)
+    below = float(np.nextafter(single, np.float32(0)))
+    for reward in (threshold, float(single)):
+        assert effective(grow([reward, below]), success_threshold=threshold)
+        assert effective(grow([below], remote=[[reward]]), success_threshold=threshold)
+        assert not effective(grow([reward], remote=[[threshold]]), success_threshold=threshold)
+
+
 def test_written_success_goes_before_the_threshold():
     tree = grow([0.9, 1.0])
     tree.leaves()[0].leaf.success = False

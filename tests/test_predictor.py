@@ -1,8 +1,10 @@
 """The value head: which position it reads, what it learns from, and that the policy never notices it."""
 
+import math
 import os
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from toys import few_words, make_model, make_tokenizer, make_trainer, usual
 from trace_trl import StepResult
+from trace_trl.generation import is_random_in_training
 from trace_trl.metrics import auroc, brier_score, expected_calibration_error
 from trace_trl.predictor import AnchorBuffer, HiddenStates, PredictorTrainer, SuccessPredictor, decoder_of
+from trace_trl.tree import Leaf, RemoteChild, RolloutTree
 
 
 TOKENIZER = make_tokenizer()
@@ -168,6 +172,30 @@ def test_hidden_states_of_unequal_sequences(lengths, batch_size):
     assert reader.read([], []) == []
 
 
+@pytest.mark.parametrize(
+    ("tokens", "widths"),
+    [
+        (0, [(2, 9), (2, 5), (2, 3), (1, 1)]),  # rows and length of each pass
+        (18, [(2, 9), (3, 5), (2, 2)]),
+        (44, [(4, 9), (3, 3)]),
+        (1000, [(7, 9)]),
+    ],
+)
+def test_a_pass_takes_sequences_up_to_a_number_of_tokens(tokens, widths):
+    model, seen = make_model(), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    reader = HiddenStates(lambda: model, TOKENIZER.pad_token_id, 2, nullcontext, tokens=tokens)
+    sequences = [[7] * length for length in (5, 1, 3, 3, 9, 2, 7)]
+    read = reader.read(sequences, [[0]] * 7)
+    assert len(read) == 7 and sum(rows for rows, _ in seen) == 7
+    assert seen == widths
+    # Whatever a pass holds, a sequence's states are its own
+    alone = HiddenStates(lambda: model, TOKENIZER.pad_token_id, 1, nullcontext).read(sequences, [[0]] * 7)
+    torch.testing.assert_close(torch.stack(read), torch.stack(alone), rtol=1e-5, atol=1e-5)
+
+
 def test_processes_run_equally_many_passes():
     model, passes = make_model(), []
     model.register_forward_hook(lambda module, args, output: passes.append(1))
@@ -175,6 +203,103 @@ def test_processes_run_equally_many_passes():
     assert len(reader.read([[1, 2], [3], [4]], [[0], [0], [0]])) == 3
     assert len(passes) == 2 + 3
     assert reader.read([], []) == [] and len(passes) == 5 + 3
+
+
+# States that sampling had
+
+
+def generating_trainer(output_dir, **kwargs):
+    """Samples its turns itself, each of which ends at the first word or two."""
+    return predicting_trainer(
+        output_dir,
+        script=None,
+        turn_stop_strings=["n"],
+        **{"generation_kwargs": few_words("red green"), **kwargs},
+    )
+
+
+def counted_passes(trainer):
+    passes, forward = [], trainer.values.hidden_states._forward
+    trainer.values.hidden_states._forward = lambda *args: passes.append(1) or forward(*args)
+    return passes
+
+
+def roll_out(trainer):
+    """A generation; its trees, and the states that values were predicted from."""
+    trainer.model.train()
+    kept, forget = {}, trainer.values.forget
+    trainer.values.forget = lambda: kept.update(trainer.values._features) or forget()
+    trees, _ = trainer._roll_out_training([dict(row) for row in rows(False)[: trainer._pool_size]])
+    return trees, kept
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, LORA, CHECKPOINTING, {"prefix_allocation": "random"}, {"root_allocation": "uniform"}],
+    ids=["plain", "lora", "checkpointing", "learning only", "uniform roots"],
+)
+def test_states_that_sampling_had_are_not_read_again(tmp_path, kwargs):
+    trainer = generating_trainer(tmp_path, **kwargs)
+    passes = counted_passes(trainer)
+    trees, kept = roll_out(trainer)
+    # The prompts of the pool, before anything is sampled
+    assert len(passes) == (1 if trainer.args.root_allocation == "active" else 0)
+    anchors = [anchor for tree in trees for anchor in tree.anchors()]
+    assert set(kept) >= set(anchors) and {anchor.depth for anchor in anchors} >= {0, 1, 2}
+    model = trainer.model.eval()
+    for anchor in anchors:
+        with torch.no_grad():
+            output = model(torch.tensor([anchor.history_ids()]), output_hidden_states=True)
+            expected = output.hidden_states[-1][0, -1]
+            value = trainer.predictor(expected)
+        torch.testing.assert_close(kept[anchor], expected, rtol=1e-4, atol=1e-5)
+        assert kept[anchor].dtype == torch.float32 and not kept[anchor].requires_grad
+        # Not a view of the states of all positions
+        assert kept[anchor].untyped_storage().nbytes() <= 4 * 32 * len(anchors)
+        assert anchor.value == pytest.approx(value.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"model": make_model(attention_dropout=0.5)},
+        {"peft_config": LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj"])},
+        {"neftune_noise_alpha": 5.0},
+        {"generation_kwargs": few_words("red green") | {"prefill_chunk_size": 4}},
+    ],
+    ids=["attention dropout", "adapter dropout", "noise on embeddings", "prefill in chunks"],
+)
+def test_states_that_sampling_had_not_or_blurred_are_read(tmp_path, kwargs):
+    trainer = generating_trainer(tmp_path, **kwargs)
+    passes = counted_passes(trainer)
+    trees, kept = roll_out(trainer)
+    assert len(passes) > 1
+    model = trainer.model.eval()
+    for anchor in (anchor for tree in trees for anchor in tree.anchors()):
+        with torch.no_grad():
+            output = model(torch.tensor([anchor.history_ids()]), output_hidden_states=True)
+        torch.testing.assert_close(kept[anchor], output.hidden_states[-1][0, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "random"),
+    [
+        ({"attention_dropout": 0.0, "router_jitter_noise": 0.0, "use_dropout": False}, False),
+        ({"router_jitter_noise": 0.01}, True),
+        ({"attn_config": {"attn_pdrop": 0.1}}, True),
+        ({"moe_jitter_eps": 0.01}, True),
+    ],
+)
+def test_what_is_random_in_training_is_found_in_the_configuration(options, random):
+    model = make_model()
+    model.config.update(options)
+    assert is_random_in_training(model, SimpleNamespace(neftune_noise_alpha=None)) is random
+
+
+def test_evaluation_keeps_no_states(tmp_path):
+    trainer = generating_trainer(tmp_path)
+    trainer.rollout([dict(row) for row in rows(False)])
+    assert not trainer.values._features
 
 
 # The policy does not notice
@@ -404,14 +529,49 @@ def test_without_anchors_nothing_is_trained():
     assert trainer.update() is None
 
 
+@pytest.mark.parametrize("anchors, taken", [(1, 1), (20, 3), (64, 8), (255, 32), (256, 32), (4096, 32)])
+def test_few_anchors_are_not_learned_by_heart(anchors, taken):
+    head = SuccessPredictor(4, 0)
+    trainer = PredictorTrainer(head, batch_size=256, passes=32)
+    passes = []
+    head.register_forward_pre_hook(lambda module, args: passes.append(1))
+    trainer.observe(torch.zeros(anchors, 4), [0.5] * anchors)
+    trainer.update()
+    assert len(passes) == taken == min(32, math.ceil(anchors / 8))
+
+
 def test_a_process_without_anchors_takes_part_in_averaging():
-    averaged = []
+    averaged, asked = [], []
     trainer = PredictorTrainer(
-        SuccessPredictor(4), passes=2, reduce=lambda gradient: averaged.append(gradient.clone()) or gradient
+        SuccessPredictor(4),
+        passes=9,
+        reduce=lambda gradient: averaged.append(gradient.clone()) or gradient,
+        most=lambda passes: asked.append(passes) or 2,  # another process takes two
     )
-    assert trainer.update() == 0.0
-    assert len(averaged) == 2 * len(list(trainer.predictor.parameters()))
+    assert trainer.update() is None
+    assert asked == [0]
+    # Two averages of the gradient, and one of the loss, to which it has nothing to add
+    weights = sum(parameter.numel() for parameter in trainer.predictor.parameters())
+    assert [len(gradient) for gradient in averaged] == [weights, weights, 2]
     assert not any(gradient.any() for gradient in averaged)
+
+
+def test_the_loss_is_the_mean_over_processes_with_anchors():
+    """This process has a loss of 0.25 in each of two mini-batches, another had a sum of 1 in two, a third none."""
+    told = []
+
+    def reduce(tensor):
+        if len(tensor) > 2:
+            return tensor
+        told.append(tensor.tolist())
+        return (tensor + torch.tensor([1.0, 2.0])) / 3
+
+    trainer = PredictorTrainer(
+        SuccessPredictor(4, 8), passes=2, learning_rate=0.0, reduce=reduce, most=lambda passes: 2
+    )
+    trainer.observe(torch.ones(2, 4), [0.0, 1.0])
+    assert trainer.update() == pytest.approx((0.25 + 0.25 + 1.0) / 4)
+    assert told == [[0.5, 2.0]]
 
 
 def test_targets_are_the_backed_up_success_rates_of_all_visited_anchors(tmp_path):
@@ -426,6 +586,39 @@ def test_targets_are_the_backed_up_success_rates_of_all_visited_anchors(tmp_path
             rates.append(sum(outcomes) / len(outcomes))
     assert sorted(trainer.predictor_trainer.buffer.targets[:, 0].tolist()) == pytest.approx(sorted(rates))
     assert any(anchor.depth == 2 for tree in trees for anchor in tree.anchors())
+
+
+@pytest.mark.parametrize("threshold", [0.7, 0.9])
+def test_a_reward_at_the_threshold_is_a_success(tmp_path, threshold):
+    def reward(prompts, **kwargs):
+        return [threshold for _ in prompts]
+
+    trainer = predicting_trainer(
+        tmp_path,
+        env_step=lambda s, a, m: StepResult(done=True),
+        reward_funcs=[reward],
+        success_threshold=threshold,
+    )
+    trainer.model.train()
+    trees = watched(trainer)
+    trainer._roll_out_training([dict(row) for row in rows(False)[: trainer._pool_size]])
+    assert all(leaf.leaf.success for tree in trees for leaf in tree.leaves())
+    assert set(trainer.predictor_trainer.buffer.targets[:, 0].tolist()) == {1.0}
+
+
+def test_outcomes_on_other_processes_are_judged_by_the_threshold(tmp_path, monkeypatch):
+    """Four rollouts of one prompt, two of them elsewhere, all failures: nothing is left of their variance."""
+    trainer = predicting_trainer(tmp_path, success_threshold=0.9)
+    tree = RolloutTree.from_prompt("prompt", [1])
+    for _ in range(2):
+        tree.add_turn(tree.root, [1], leaf=Leaf(reward=0.6, success=False))
+
+    def share(trees, *process):
+        trees[0].remote = [RemoteChild((0.6,), 0.0), RemoteChild((0.6,), 0.0)]
+
+    monkeypatch.setattr("trace_trl.trainer.share_roots", share)
+    trainer._share_roots([tree])
+    assert tree.root.target == 0.0 and tree.root.target_variance == 0.0
 
 
 def test_an_anchor_without_a_scored_leaf_teaches_nothing(tmp_path):

@@ -62,6 +62,8 @@ def test_parts_add_up_to_the_step():
     record = {"seconds": 10.0, "seconds_by_stage": {"predictor": 1.0, "generation": 4.0}}
     parts = split(record, {"rollout": 6.0, "sampling": 3.5, "learning": 0.5})
     assert parts == {"sampling": 3.5, "predictor": 1.5, "rest of rollout": 1.5, "training": 3.5}
+    parts = split(record | {"seconds_measuring": 0.5}, {"rollout": 6.5, "sampling": 3.5, "learning": 0.5})
+    assert parts == {"sampling": 3.5, "predictor": 1.5, "rest of rollout": 1.5, "training": 3.5}
     parts = split({"seconds": 10.0}, {"rollout": 6.0, "sampling": 3.5})
     assert parts == {"sampling": 3.5, "predictor": 0.0, "rest of rollout": 2.5, "training": 4.0}
 

@@ -236,6 +236,12 @@ def test_backup_uses_the_threshold_where_success_was_not_written():
     assert Leaf(success=False).outcome() is None
 
 
+def test_a_threshold_beyond_single_precision_is_out_of_reach():
+    tree = grow([3e38])
+    assert not Leaf(reward=3e38).outcome(1e300)
+    tree.backup(success_threshold=1e300)
+
+
 def test_backup_refuses_unknown_modes():
     with pytest.raises(ValueError, match="'leaf_mean', 'child_mean'"):
         grow([1.0]).backup("mean")

@@ -73,7 +73,7 @@ def page_blocks(language):
 
 
 def test_the_example_line_of_the_page_is_what_is_written(tmp_path):
-    TreeLogger(tmp_path).log([example_tree()], step=12, extra={"process": 0})
+    TreeLogger(tmp_path).log([example_tree()], step=12)
     assert page_blocks("json") == [(tmp_path / "trees-000001.jsonl").read_text(encoding="utf-8")]
 
 
@@ -147,6 +147,15 @@ def test_observations_of_every_kind(tmp_path):
     assert read(tmp_path)[0]["turns"][0]["observation"] == "seen\n\nplain\n\n7"
 
 
+class Lookup:
+    @property
+    def tolist(self):
+        raise KeyError("tolist")
+
+    def __str__(self):
+        return "looked up"
+
+
 class Opaque:
     def __str__(self):
         return "opaque \ud800"
@@ -167,6 +176,7 @@ class Opaque:
         (np.int64(3), 3),
         (True, True),
         (-math.inf, None),
+        (Lookup(), "looked up"),
     ],
 )
 def test_any_prompt_becomes_strict_json(tmp_path, prompt, expected):

@@ -2,19 +2,24 @@
 
 import math
 import os
+import resource
 import signal
+import threading
 import types
 
 import pytest
+import requests
 import torch
 from accelerate import Accelerator
+from requests.adapters import HTTPAdapter
+from urllib3.util.retry import Retry
 
 import fake_vllm
 from toys import chat_dataset, generation_batch, make_model, make_tokenizer, usual
 from toys import make_trainer as make_real_trainer
 from trace_trl import StepResult
 from trace_trl.generation import Request, make_backend
-from trace_trl.vllm_generation import ServerGenerator, _uninterrupted
+from trace_trl.vllm_generation import ServerGenerator, _uninterrupted, keep_connections, most_connections
 
 
 TOKENIZER = make_tokenizer()
@@ -140,6 +145,41 @@ def test_a_server_is_asked_once_for_each_limit():
     assert all(call["n"] == 1 and call["logprobs"] == 0 for call in calls)
 
 
+def test_a_server_is_asked_for_all_turns_at_once():
+    """Each has a limit of its own, so each is a request of its own: 64 of them left a large server idle."""
+    generate, trainer = make("server")
+    client = trainer.vllm_generation.vllm_client
+    answer, here = client.generate, threading.Barrier(200, timeout=20)
+
+    def together(**options):
+        here.wait()
+        return answer(**options)
+
+    client.generate = together
+    asked = [Request([limit], limit) for limit in range(1, 201)]
+    assert [sample.token_ids for sample in generate(asked)] == list(map(expected, asked))
+
+
+def test_a_server_keeps_its_connections_and_is_asked_again_as_before():
+    session = requests.Session()
+    retries = Retry(total=7)
+    session.mount("https://", HTTPAdapter(max_retries=retries))
+    keep_connections(session, 300)
+    for scheme, total in (("http://a", 0), ("https://a", 7)):
+        adapter = session.get_adapter(scheme)
+        assert adapter.max_retries.total == total
+        assert adapter._pool_maxsize == 300
+
+
+@pytest.mark.parametrize(("files", "connections"), [(65536, 1024), (1024, 256), (100, 25), (2, 1)])
+def test_connections_leave_files_to_others(monkeypatch, files, connections):
+    """At the usual limit of 1,024 open files, as many connections left none to checkpoints and environments."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: {resource.RLIMIT_NOFILE: (files, 10**6)}[which])
+    assert most_connections() == connections
+    _, trainer = make("server")
+    assert trainer.vllm_generation.vllm_client.session.get_adapter("http://a")._pool_maxsize == connections
+
+
 def test_a_server_that_mixes_prompts_up_is_an_error():
     generate, trainer = make("server")
     client = trainer.vllm_generation.vllm_client
@@ -173,7 +213,7 @@ def test_a_server_that_does_not_tell_of_its_cache(text):
             raise ConnectionError
         return types.SimpleNamespace(text=text)
 
-    trainer.vllm_generation.vllm_client.get = get
+    trainer.vllm_generation.vllm_client.session.get = get
     assert {sample.cached_tokens for sample in generate(REQUESTS)} == {None}
     assert isinstance(generate, ServerGenerator) and generate.context_length == 4096
 

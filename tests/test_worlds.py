@@ -47,7 +47,7 @@ def test_right_turns_succeed_and_any_wrong_one_fails(world):
         place = draw.randrange(len(turns))
         words = [word for word in world.words if word[0] == turns[place].split()[-1][0]]
         wrong[place] = " ".join([*turns[place].split()[:-1], draw.choice([w for w in words if w not in turns[place]])])
-        if world.name == "hops" and place < len(turns) - 1:
+        if world.policy == "hops" and place < len(turns) - 1:
             # The answer is right all the same if it is known by heart: what a wrong search spoils is the way to it
             wrong = wrong[: place + 1] + ["search[ n00"] * len(turns)
         assert world.play(row, wrong)[1] == 0.0, (row, wrong)
@@ -64,9 +64,21 @@ def test_rows_are_reproducible_and_of_every_level(world):
     rows = world.rows(400, "a")
     assert rows == type(world)().rows(500, "a")[:400] and rows != world.rows(400, "b")
     levels = {world.level(row) for row in rows}
-    assert levels == ({2, 3, 4, 5, 6, 7} if world.name == "chain" else {1, 2, 3, 4})
+    assert levels == ({2, 3, 4, 5, 6, 7} if world.policy == "chain" else {1, 2, 3, 4})
     # Rows go through `datasets` and come back the same
     assert all(json.loads(json.dumps(row)) == row for row in rows[:5])
+
+
+def test_contrast_is_scarce_where_most_tasks_are_hard(policies):
+    """By the exact chances: fewer than a quarter as many prompts have both outcomes in eight rollouts."""
+    mixed = {}
+    for kind in ("chain", "scarce_chain"):
+        world = WORLDS[kind]()
+        model, tokenizer = policies[kind]
+        rows = world.rows(1000, "contrast")
+        chances = [values[0] for values in success_chances(model, RightPaths(world, tokenizer), rows)]
+        mixed[kind] = sum(1 - v**8 - (1 - v) ** 8 for v in chances) / len(chances)
+    assert 0.05 < mixed["scarce_chain"] < mixed["chain"] / 4
 
 
 def test_demonstrations_are_as_often_right_as_the_demonstrator_knows():
@@ -92,9 +104,11 @@ def test_text_is_cut_into_the_worlds_words(world):
     assert longest <= prompt + world.completion_tokens
 
 
-def test_warm_started_policies_differ_in_what_they_know(world, policies):
+@pytest.mark.parametrize("name", equal_cost.ORDINARY)
+def test_warm_started_policies_differ_in_what_they_know(name, policies):
     """What the comparison rests on: success from near 0 to near 1, and a few megabytes at most."""
-    model, tokenizer = policies[world.name]
+    world = WORLDS[name]()
+    model, tokenizer = policies[name]
     rows = world.rows(300, "warm start")
     chances = [row[0] for row in success_chances(model, RightPaths(world, tokenizer), rows)]
     assert 0.1 < sum(chances) / len(chances) < 0.3
@@ -202,7 +216,7 @@ def test_certainties_reach_both_allocations(monkeypatch, learned):
         assert len(set(calls[-1])) > 1 if learned else set(calls[-1]) == {1.0}
 
 
-@pytest.mark.parametrize("world", sorted(WORLDS))
+@pytest.mark.parametrize("world", equal_cost.ORDINARY)
 def test_grpo_is_trls(world):
     """TRL's unmodified trainer, with a rollout loop of its own, and TRACETrainer's GRPO setting: the same numbers."""
     ours, theirs = records_of("grpo", world), records_of("grpo_trl", world)
@@ -232,7 +246,7 @@ def test_conversations_are_rendered_and_parsed_in_the_worlds_own_words(world, po
             # One that was cut off calls nothing
             assert "tool_calls" not in tokenizer.parse_response(ids[:-1], prefix=prefix, tools=tools)
     # What is no answer is shown to the world, whatever it is
-    odd = ("of of", "answer[", "answer[ <pad>", "answer[ mother") if world.name == "hops" else ("s003", "<pad>")
+    odd = ("of of", "answer[", "answer[ <pad>", "answer[ mother") if world.policy == "hops" else ("s003", "<pad>")
     for words in ("", *odd):
         ids = plain(f"{words} {world.end}")["input_ids"]
         (call,) = tokenizer.parse_response(ids, prefix=[3], tools=tools)["tool_calls"]
@@ -243,7 +257,7 @@ def test_turns_of_a_completion_start_behind_observations():
     assert turn_starts([5, 9, 6, 6, 9, 9, 7, 5, 9], [3, 0], 9) == [0, 5, 6]
 
 
-@pytest.mark.parametrize("world", sorted(WORLDS))
+@pytest.mark.parametrize("world", equal_cost.ORDINARY)
 def test_trls_tool_loop_plays_the_same_episodes(world):
     """Token by token those of the hand-written rollout, in the world's own language, and the same training."""
     played: dict[str, list] = {"grpo_trl": [], "grpo_tools": []}
@@ -312,7 +326,7 @@ def test_a_run_with_other_settings_is_another_run(tmp_path, monkeypatch):
 
 
 def test_suites_name_runs_once_and_sweeps_hold_the_best_rate_inside():
-    parser_options = {"worlds": list(equal_cost.BUDGETS), "rates": None, "fraction": 1.0}
+    parser_options = {"worlds": equal_cost.ORDINARY, "rates": None, "ablate": None, "fraction": 1.0}
     for suite, (make_runs, defaults) in equal_cost.SUITES.items():
         runs = make_runs(type("Options", (), {**parser_options, **defaults}))
         paths = [run.path(Path("out")) for run in runs]
@@ -346,3 +360,20 @@ def test_a_head_that_has_seen_more_prompts_allocates_better(monkeypatch, capsys)
     uniform, exact = (float(word.strip(",;")) for word in (first.split()[5], first.split()[8]))
     few, _, many, _ = (float(line.split()[3]) for line in lines)
     assert uniform < few < many < exact
+
+
+def test_chosen_ablations(tmp_path, monkeypatch):
+    played = []
+    monkeypatch.setattr(equal_cost, "play_all", lambda runs, *args: played.extend(runs))
+    suite = ["--out", str(tmp_path), "--suite", "ablations", "--worlds", "hops", "--seeds", "7"]
+    equal_cost.main([*suite, "--rates", "8e-3", "--ablate", "turn_weighting", "value_backup"])
+    assert [(run.options, run.learning_rate, run.seed) for run in played] == [
+        ((), 8e-3, 7),
+        ((("value_backup", "child_mean"),), 8e-3, 7),
+        ((("turn_weighting", "per_leaf"),), 8e-3, 7),
+        ((("turn_weighting", "on_policy"),), 8e-3, 7),
+    ]
+    played.clear()
+    equal_cost.main(suite[:4])
+    assert {run.world for run in played} == {"chain", "hops"}
+    assert {name for run in played for name, _ in run.options} >= {"continuations_per_root", "predictor_passes"}

@@ -382,6 +382,10 @@ PREFIX_ALLOCATORS: dict[str, Callable[..., np.ndarray]] = {
     "random": _random_prefixes,
 }
 
+# Those that read the values: for the others no value is predicted, they are given 0.5
+ROOTS_BY_VALUE = ("active", "pcl")
+PREFIXES_BY_VALUE = ("active",)
+
 
 def _root_marginals(v: np.ndarray, units: np.ndarray) -> np.ndarray:
     """Worth of the `units`-th rollout on the concave envelope of `U_root`; the arguments are broadcast."""

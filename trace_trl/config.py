@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from trl import GRPOConfig
 
 from .advantages import ESTIMATORS, TURN_WEIGHTINGS
-from .allocation import PREFIX_ALLOCATORS, ROOT_ALLOCATORS
+from .allocation import PREFIX_ALLOCATORS, PREFIXES_BY_VALUE, ROOT_ALLOCATORS, ROOTS_BY_VALUE
 from .tree import BACKUPS
 
 
@@ -44,6 +44,14 @@ VLLM_TURN_OPTIONS = {
     "skip_special_tokens": "remove it",
     "spaces_between_special_tokens": "remove it",
     "output_kind": "remove it",
+}
+# The same of transformers' generation config, each with a value that changes nothing
+TRANSFORMERS_TURN_OPTIONS = {
+    "max_new_tokens": (None, "set `max_turn_length` and `max_completion_length`"),
+    "eos_token_id": (None, "set `model.generation_config.eos_token_id`, which also tells where a turn has ended"),
+    "stop_strings": (None, "set `turn_stop_strings`"),
+    "num_return_sequences": (1, VLLM_TURN_OPTIONS["n"]),
+    "return_dict_in_generate": (False, "remove it"),
 }
 
 
@@ -98,6 +106,12 @@ class TRACEConfig(GRPOConfig):
         turn_weighting (`str`, *optional*, defaults to `"once"`):
             How a turn shared by several leaves counts in the loss: `"once"` (in one row only), `"per_leaf"` (in every
             row), `"on_policy"` (weighted by the chance of the path without branching).
+        skip_zero_advantage_rows (`bool`, *optional*, defaults to `True`):
+            Whether the loss leaves out rows that can't move the policy, and what lies behind the others' last trained
+            token.
+            The gradient is the same up to rounding. With a KL term, an entropy bonus, `top_entropy_quantile` or a
+            router's auxiliary loss every row counts, and none is left out; nor is any in a GRPO setting, whose numbers
+            are TRL's.
         value_backup (`str`, *optional*, defaults to `"leaf_mean"`):
             How outcomes are backed up into the predictor's targets: `"leaf_mean"` or `"child_mean"` (less biased).
 
@@ -115,10 +129,15 @@ class TRACEConfig(GRPOConfig):
             Learning rate of the value head's own AdamW.
         predictor_weight_decay (`float`, *optional*, defaults to `0.01`):
             Weight decay of the value head's own AdamW.
-        predictor_passes (`int`, *optional*, defaults to `4`):
-            Mini-batches the value head is trained on at every optimizer step.
+        predictor_passes (`int`, *optional*, defaults to `32`):
+            Mini-batches the value head is trained on at every optimizer step; fewer while it has few anchors:
+            `predictor_passes * predictor_batch_size` is kept to 32 times their number.
         predictor_batch_size (`int`, *optional*, defaults to `256`):
             Anchors in one of these mini-batches, over all processes.
+        predictor_forward_tokens (`int`, *optional*):
+            Tokens, padding included, up to which one of the policy's forward passes takes sequences whose hidden
+            states the predictor reads; at least `per_device_train_batch_size` of them. If `None`, it is `4 *
+            per_device_train_batch_size * max_completion_length`.
         predictor_buffer_size (`int`, *optional*, defaults to `4096`):
             Anchors kept for training, over all processes: those of the last generation, then the most recent earlier
             ones.
@@ -132,7 +151,8 @@ class TRACEConfig(GRPOConfig):
         turn_stop_strings (`list[str]`, *optional*):
             Strings that end a turn, besides the end-of-turn token. They stay part of the turn.
         env_timeout (`float`, *optional*, defaults to `60.0`):
-            Seconds after which a tool call or environment step is given up: the policy reads an error instead.
+            Seconds after which an environment step, or all tool calls of a turn, are given up: the policy reads an
+            error instead. If `None`, there is no limit.
         env_max_workers (`int`, *optional*, defaults to `1024`):
             Most calls of synchronous environments at once, each in a thread. Threads are started as calls are seen to
             wait for something.
@@ -211,6 +231,10 @@ class TRACEConfig(GRPOConfig):
             "choices": list(TURN_WEIGHTINGS),
         },
     )
+    skip_zero_advantage_rows: bool = field(
+        default=True,
+        metadata={"help": "Whether the loss leaves out rows that can't move the policy. The gradient is the same."},
+    )
     value_backup: str = field(
         default="leaf_mean",
         metadata={"help": "How outcomes are backed up into the predictor's targets.", "choices": list(BACKUPS)},
@@ -240,12 +264,19 @@ class TRACEConfig(GRPOConfig):
         metadata={"help": "Weight decay of the value head's own AdamW."},
     )
     predictor_passes: int = field(
-        default=4,
+        default=32,
         metadata={"help": "Mini-batches the value head is trained on at every optimizer step."},
     )
     predictor_batch_size: int = field(
         default=256,
         metadata={"help": "Anchors in one mini-batch of the value head, over all processes."},
+    )
+    predictor_forward_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens up to which a forward pass takes sequences whose hidden states the predictor reads. If "
+            "`None`, 4 * per_device_train_batch_size * max_completion_length."
+        },
     )
     predictor_buffer_size: int = field(
         default=4096,
@@ -267,7 +298,7 @@ class TRACEConfig(GRPOConfig):
     )
     env_timeout: float | None = field(
         default=60.0,
-        metadata={"help": "Seconds after which a tool call or environment step is given up."},
+        metadata={"help": "Seconds after which an environment step, or all tool calls of a turn, are given up."},
     )
     env_max_workers: int = field(
         default=1024,
@@ -306,8 +337,16 @@ class TRACEConfig(GRPOConfig):
         super().__post_init__()
         self._check_choices()
         self._check_numbers()
+        self._check_generation_kwargs()
         self._check_vllm()
         self._resolve_budget()
+        # A step, and then the copy of its state, may take a timeout each before the processes meet again
+        if self.world_size > 1 and self.env_timeout is not None and 2 * self.env_timeout >= self.ddp_timeout:
+            logger.warning(
+                f"The processes wait for each other for `ddp_timeout={self.ddp_timeout}` seconds, and an environment "
+                f"may take `env_timeout={self.env_timeout:g}`, more than once: one that hangs would end the run. Set "
+                "`env_timeout` to less than half."
+            )
 
     @property
     def rollout_budget(self) -> int:
@@ -327,7 +366,19 @@ class TRACEConfig(GRPOConfig):
     @property
     def needs_predictor(self) -> bool:
         """Whether an allocation reads predicted values."""
-        return self.root_allocation in ("active", "pcl") or (self._group > 1 and self.prefix_allocation == "active")
+        by_prefix = self._group > 1 and self.prefix_allocation in PREFIXES_BY_VALUE
+        return self.root_allocation in ROOTS_BY_VALUE or by_prefix
+
+    @property
+    def value_pass_tokens(self) -> int:
+        """Tokens of a forward pass that hidden states are read in: `predictor_forward_tokens`, if it is given.
+
+        Without gradients, and with one row of logits per sequence, four times as many as in a training step take about
+        as much memory.
+        """
+        if self.predictor_forward_tokens is not None:
+            return self.predictor_forward_tokens
+        return 4 * self.per_device_train_batch_size * self.max_completion_length
 
     def check_pool(self, pool: int) -> None:
         """Raises `ValueError` if `pool` candidates can't take the rollout budget."""
@@ -362,6 +413,27 @@ class TRACEConfig(GRPOConfig):
             if value not in choices:
                 raise ValueError(f"`{name}` is {value!r}: set it to one of {', '.join(map(repr, choices))}.")
 
+    def _check_generation_kwargs(self) -> None:
+        """Refuses what decides where a turn ends, or what `generate` returns, without the engine's knowing."""
+        kwargs = self.generation_kwargs or {}
+        if self.use_vllm:
+            found = {name: remedy for name, remedy in VLLM_TURN_OPTIONS.items() if name in kwargs}
+        else:
+            found = {
+                name: remedy
+                for name, (idle, remedy) in TRANSFORMERS_TURN_OPTIONS.items()
+                if kwargs.get(name) not in (None, idle)
+            }
+            if self.use_transformers_continuous_batching:
+                found.pop("return_dict_in_generate", None)  # nothing there reads it
+            if self.turn_stop_strings and kwargs.get("num_beams") not in (None, 1):
+                raise ValueError(
+                    "`generation_kwargs` holds 'num_beams', and beams are not followed where `turn_stop_strings` end "
+                    "turns: set only one of them."
+                )
+        for name, remedy in found.items():
+            raise ValueError(f"`generation_kwargs` holds {name!r}, which every turn has of its own: {remedy}.")
+
     def _check_vllm(self) -> None:
         if self.vllm_rollout_mode not in (None, *VLLM_ROLLOUT_MODES):
             raise ValueError(
@@ -388,10 +460,6 @@ class TRACEConfig(GRPOConfig):
                 "`ds3_gather_for_generation=False` concerns generation by the trainer's own model, not by vLLM: "
                 "set `ds3_gather_for_generation=True`."
             )
-        for name, remedy in VLLM_TURN_OPTIONS.items():
-            if name in (self.generation_kwargs or {}):
-                raise ValueError(f"`generation_kwargs` holds {name!r}, which every turn has of its own: {remedy}.")
-
         idle, remedy = SERVER_OPTIONS, "remove it, or set `vllm_mode='server'`"
         if self.vllm_mode == "server":
             idle, remedy = COLOCATE_OPTIONS, "start `vllm serve` with the option of that name"
@@ -406,13 +474,20 @@ class TRACEConfig(GRPOConfig):
         return self.use_vllm and self.vllm_mode == "colocate" and self.vllm_rollout_mode != "lockstep"
 
     def _check_numbers(self) -> None:
+        if self.max_completion_length is None:
+            raise ValueError(
+                "`max_completion_length` is None, but an episode ends when its tokens are used up: set it to the most "
+                "tokens of a completion, observations included."
+            )
         for name, least in (
+            ("max_completion_length", 1),
             ("continuations_per_root", 0),
             ("max_rollouts_per_root", 2),
             ("predictor_hidden_size", 0),
             ("predictor_passes", 1),
             ("predictor_batch_size", 1),
             ("predictor_buffer_size", 1),
+            ("predictor_forward_tokens", 1),
             ("max_turns", 1),
             ("max_turn_length", 1),
             ("env_max_workers", 1),

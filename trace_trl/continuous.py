@@ -3,7 +3,7 @@ Rollouts that go on one by one: a branch's next turn is asked for as soon as its
 a slow environment or a long turn holds up no other branch.
 
     live ──▶ sampling ──▶ answering ──▶ (snapshot) ──▶ live          each branch at its own pace
-      ▲        one token of all of them a tick            │
+      ▲        one token of all of them a step            │
       └── forked from the prefixes of prompts whose bare rollouts all ended, and were scored
 
 What is sampled, answered and allocated is what [`~trace_trl.engine.Run`] does; only when it is done differs. From the
@@ -26,6 +26,10 @@ from .tree import Turn
 
 
 IDLE = 0.005  # seconds a process waits for an environment when nothing is sampled: others may be at work
+# How long a process goes on by itself. A reduction waits for the slowest one, and for what a device has under way; but
+# a process that is through with its rollouts waits as long for what follows
+STRIDE = 0.1  # seconds, with an engine of its own
+STEPS = 8  # steps of an engine that several hold, which have to make equally many
 
 
 class _Restoring:
@@ -59,7 +63,11 @@ class ContinuousRun(Run):
     """One `TreeRolloutEngine.run`, whose generator is a [`~trace_trl.generation.TurnStream`].
 
     Time is cut into ticks, of which all processes make the same number: a tick begins with one reduction, which tells
-    whether there is anything that all must do together, and samples one token of every turn under way.
+    whether there is anything that all must do together. Then each goes on by itself for a while, sampling one token of
+    every turn under way in each step of its engine.
+
+    All processes stop while one of them scores its leaves or reads values. So they do it together, once as many
+    prompts are ready as there are processes, or nothing else is left to do: no more often than one process would.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -73,25 +81,49 @@ class ContinuousRun(Run):
         error = self._attempt(self._start_bare, self.plans)
         while True:
             # Continuations are scored with the next bare rollouts, or at the end: few calls, of many leaves each
-            expanding = any(branch.leaf.kind == "bare" for branch in self._ready())
-            alive = bool(self.live or self.sampling or self.calls or expanding)
-            failed, alive, new, expanding = sync.any_of(error is not None, alive, bool(self.live), expanding)
+            own = len({branch.plan for branch in self._ready() if branch.leaf.kind == "bare"})
+            numbers = error is not None, self._under_way(), len(self.live), own, 1
+            failed, alive, new, ready, processes = sync.totals(*numbers)
             if failed:
                 sync.check(error)
-            if not alive:
+            if not (alive or ready):
                 break
-            if expanding:
+            if ready >= (processes if alive else 1):
                 sync.check(self._score_all(self._ready()))
                 sync.check(self._expand_ready())
-            if new:
-                collective(self._submit)
-            turns = collective(self._sample)
-            error = self._attempt(self._listen, turns)
+            if self.engine.generate.is_shared:  # type: ignore[attr-defined]
+                error = self._go_on_together(bool(new))
+            else:
+                error = self._go_on_alone(STRIDE if processes > 1 else 0.0)
         sync.check(self._score_all(self.unscored))
         for plan in self.plans:
             order_children(plan.tree.root)
         self.abandon()
         return self.stats
+
+    def _go_on_alone(self, seconds: float) -> BaseException | None:
+        ends = time.perf_counter() + seconds
+        while True:
+            if self.live:
+                collective(self._submit)
+            error = self._attempt(self._listen, collective(self._sample))
+            if error is not None or not self._under_way() or time.perf_counter() >= ends:
+                return error
+
+    def _go_on_together(self, new: bool) -> BaseException | None:
+        """With the other processes that hold the engine: an error of one does not keep it from stepping with them."""
+        if new:
+            collective(self._submit)
+        error = None
+        for _ in range(STEPS):
+            turns = collective(self._sample)
+            error = error or self._attempt(self._listen, turns)
+            if not self.engine.generate.is_busy:  # type: ignore[attr-defined]
+                break
+        return error
+
+    def _under_way(self) -> int:
+        return len(self.live) + len(self.sampling) + len(self.calls)
 
     # Turns
 

@@ -12,16 +12,17 @@ through a generator, processes only through a [`Sync`].
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .allocation import PREFIX_ALLOCATORS
+from .allocation import PREFIX_ALLOCATORS, PREFIXES_BY_VALUE
 from .codec import Codec, Turned
 from .collecting import collecting_rarely
 from .environments.base import Action, Environment, Episode, Reply, UnsupportedError, describe
@@ -40,8 +41,8 @@ class Sync(Protocol):
     def most(self, number: int) -> int:
         """The largest `number` of all processes."""
 
-    def any_of(self, *flags: bool) -> list[bool]:
-        """Which of the `flags` are set on any process."""
+    def totals(self, *numbers: int) -> list[int]:
+        """Each of the `numbers`, added up over all processes."""
 
     def check(self, error: BaseException | None) -> None:
         """Raises on every process if any passes an error: its own error where there is one."""
@@ -51,8 +52,8 @@ class OneProcess:
     def most(self, number: int) -> int:
         return number
 
-    def any_of(self, *flags: bool) -> list[bool]:
-        return list(flags)
+    def totals(self, *numbers: int) -> list[int]:
+        return list(numbers)
 
     def check(self, error: BaseException | None) -> None:
         if error is not None:
@@ -161,7 +162,9 @@ class TreeRolloutEngine:
         score_together (`bool`): whether all processes must call `score` together, with no leaves where a process has
             none (a reward model that is sharded).
         predict (`Callable`, *optional*): `predict(leaves)` writes `value` into the prefixes of these leaves' paths.
-            Called by all processes together. Needed by `prefix_allocation="active"`.
+            Called by all processes together. Needed by an allocator that reads values.
+        note (`Callable[[Turn, Any], None]`, *optional*): told the hidden state at the end of a history, where the
+            generator gives one.
         prefix_allocation (`str`): name of an allocator of `allocation.py`.
         is_mixed (`Callable[[RolloutTree], bool]`, *optional*): replaces prompts whose rollouts are not mixed by
             reserves (DAPO dynamic sampling).
@@ -185,6 +188,7 @@ class TreeRolloutEngine:
         limits: Limits,
         score_together: bool = False,
         predict: Callable[[list[Turn]], None] | None = None,
+        note: Callable[[Turn, Any], None] | None = None,
         prefix_allocation: str = "active",
         is_mixed: Callable[[RolloutTree], bool] | None = None,
         runner: ConcurrentRunner | None = None,
@@ -202,6 +206,7 @@ class TreeRolloutEngine:
         self.score_together = score_together
         self.limits = limits
         self.predict = predict
+        self.note = note
         self.prefix_allocation = prefix_allocation
         self.is_mixed = is_mixed
         self.runner = runner or ConcurrentRunner()
@@ -211,15 +216,31 @@ class TreeRolloutEngine:
         self.progress = progress
         self.generating = generating
         self.schedule = schedule or Run
+        self._resetting = 0.0  # seconds since the last `run`, which the next one counts
         self._warned = False
 
     def reset(self, examples: Sequence[tuple[dict[str, Any], Any]]) -> list[Episode]:
         """One fresh episode per `(dataset row, prompt)`, all reset concurrently.
 
         Raises:
-            Exception: whatever a `reset` raised: without its task, an episode has no prompt.
+            Exception: whatever a `reset` raised: without its task, an episode has no prompt. The others' are closed.
         """
-        return self._together([partial(self.environment.reset, example, prompt) for example, prompt in examples])
+        started = time.perf_counter()
+        results = self.runner.run([partial(self.environment.reset, example, prompt) for example, prompt in examples])
+        self._resetting += time.perf_counter() - started
+        with self.closing_on_error([result for result in results if isinstance(result, Episode)]):
+            raise_first(results)
+        return results
+
+    @contextmanager
+    def closing_on_error(self, episodes: list[Episode]) -> Iterator[None]:
+        """Closes `episodes`, those that are appended inside included, if an error leaves the block: until `run` has
+        them, nobody else does. No process waits for another in this."""
+        try:
+            yield
+        except BaseException:
+            self.close(episodes)
+            raise
 
     def run(self, plans: Sequence[RootPlan], reserves: Sequence[RootPlan] = (), seed: int | None = None) -> Stats:
         """Rolls out every plan: its bare rollouts, then its continuations. Trees are grown in place and scored.
@@ -231,6 +252,7 @@ class TreeRolloutEngine:
             seed: of the prefix allocator's random choices.
         """
         run = self.schedule(self, list(plans), list(reserves), seed)
+        run.stats.seconds["environment"] = self._resetting
         try:
             with collecting_rarely:
                 started = time.perf_counter()
@@ -243,16 +265,8 @@ class TreeRolloutEngine:
         except BaseException:
             run.abandon()
             raise
-
-    def _together(self, functions: Sequence[Callable[[], Any]], timeout: float | None = None) -> list[Any]:
-        results = self.runner.run(functions, timeout)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-            if isinstance(result, BaseException):
-                # Would end this process, and leave the others waiting for it
-                raise RuntimeError(f"An environment raised {type(result).__name__}.") from result
-        return results
+        finally:
+            self._resetting = 0.0  # the run has counted its own
 
     def close(self, owners: Sequence[Episode | Snapshot]) -> None:
         """Closes episodes and snapshots. Whatever that raises, and however long it takes, ends nothing."""
@@ -265,6 +279,16 @@ class TreeRolloutEngine:
         for result in self.runner.run(foreign, self.timeout):
             if isinstance(result, BaseException):
                 self.environment.warn_once("close", f"Closing an environment failed: {describe(result)}", result)
+
+
+def raise_first(results: Sequence[Any]) -> None:
+    """Raises the first exception among the results of environment calls, if there is any."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        if isinstance(result, BaseException):
+            # Would end this process, and leave the others waiting for it
+            raise RuntimeError(f"An environment raised {type(result).__name__}.") from result
 
 
 class _Uncommunicable(BaseException):
@@ -349,21 +373,49 @@ class Run:
         jobs = [plan for plan, count in counts for _ in range(count)]
         started = time.perf_counter()
         episodes = self.engine.reset([(plan.tree.example, plan.tree.example.get("prompt")) for plan in jobs])
+        self.open.update(episodes)
+        # An environment that makes its tasks up: rollouts are compared within one task only
+        other = [
+            number
+            for number, (plan, episode) in enumerate(zip(jobs, episodes, strict=True))
+            if episode.prompt is not None and episode.prompt != plan.episode.prompt
+        ]
+        replaced = [episodes[number] for number in other]
+        for number, episode in zip(other, self._restore_tasks([jobs[number] for number in other]), strict=True):
+            episodes[number] = episode
+        self.open.difference_update(replaced)
+        self.engine.close(replaced)
         self.stats.seconds["environment"] += time.perf_counter() - started
         found: dict[RootPlan, list[Episode]] = {}
         for plan, episode in zip(jobs, episodes, strict=True):
-            if episode.prompt is not None and episode.prompt != plan.episode.prompt:
-                # An environment that makes its tasks up: rollouts are compared within one task only
-                self.engine.close([episode])
-                if plan.tree.root not in plan.snapshots:
-                    raise ValueError(
-                        "An environment's `reset` gave two different tasks for the same dataset row, so its rollouts "
-                        "can't be compared: make `reset` depend only on its arguments (seed it from the row), or give "
-                        "the environment a `fork()` method."
-                    )
-                episode = plan.snapshots[plan.tree.root].restore()
             found.setdefault(plan, []).append(episode)
         return found
+
+    def _restore_tasks(self, plans: Sequence[RootPlan]) -> list[Episode]:
+        """An episode per plan in the state that its first `reset` left."""
+        if any(plan.tree.root not in plan.snapshots for plan in plans):
+            raise ValueError(
+                "An environment's `reset` gave two different tasks for the same dataset row, so its rollouts can't be "
+                "compared: make `reset` depend only on its arguments (seed it from the row), or give the environment "
+                "a `fork()` method."
+            )
+        waiting: dict[Snapshot, list[int]] = {}
+        for number, plan in enumerate(plans):
+            waiting.setdefault(plan.snapshots[plan.tree.root], []).append(number)
+        found: dict[int, Episode] = {}
+        while waiting:
+            # One copy of each at a time: those of one state wait for each other, and that is no fault of theirs
+            episodes = self.engine.runner.run([snapshot.restore for snapshot in waiting], self.engine.timeout)
+            for snapshot, episode in zip(waiting, episodes, strict=True):
+                if isinstance(episode, EnvironmentTimeout):
+                    snapshot.lose(episode)
+                    episode.when_returned(close_late)
+            self.open.update(episode for episode in episodes if isinstance(episode, Episode))
+            raise_first(episodes)
+            for numbers, episode in zip(waiting.values(), episodes, strict=True):
+                found[numbers.pop(0)] = episode
+            waiting = {snapshot: numbers for snapshot, numbers in waiting.items() if numbers}
+        return [found[number] for number in range(len(plans))]
 
     def _keep_tasks(self, plans: list[RootPlan]) -> None:
         """Keeps the state that `reset` left, where it gave a task that it might not give again."""
@@ -403,6 +455,8 @@ class Run:
             self.stats.sampled_tokens += len(sample.token_ids)
             if sample.cached_tokens is not None:
                 self.stats.cached_tokens = (self.stats.cached_tokens or 0) + sample.cached_tokens
+            if sample.state is not None and self.engine.note is not None:
+                self.engine.note(branch.node, sample.state)
             branch.node = branch.plan.tree.add_turn(
                 branch.node,
                 sample.token_ids,
@@ -621,7 +675,7 @@ class Run:
         ready = [plan for plan in self.plans if plan.bare and not plan.running and not plan.expanded]
         error = self._attempt(self._replace_agreeing, ready) if self.engine.is_mixed is not None else None
         expanding = [plan for plan in ready if plan.bare and plan.continuations]
-        if self.engine.predict is not None and self.engine.prefix_allocation == "active":
+        if self.engine.predict is not None and self.engine.prefix_allocation in PREFIXES_BY_VALUE:
             if self.engine.sync.most(len(expanding)):
                 error = self._attempt(self._predict, expanding) or error
         for plan in ready:
@@ -739,5 +793,17 @@ class Run:
 
 def close_late(result: Any) -> None:
     """Closes what a call came to that had been given up."""
-    if isinstance(result, (Episode, Snapshot)):
+    if not isinstance(result, (Episode, Snapshot)):
+        return
+    if result.closing_may_block:
+        # Not here: this may be the main thread, where the call ended in the moment it was given up
+        threading.Thread(target=_close_alone, args=(result,), name="trace-environment-late", daemon=True).start()
+    else:
         result.close()
+
+
+def _close_alone(owner: Episode | Snapshot) -> None:
+    try:
+        owner.close()
+    except BaseException:
+        pass  # nobody is left to be told

@@ -11,14 +11,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
 from trl.extras.profiling import profiling_context
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
+
+from .predictor import decoder_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,12 +48,15 @@ class Sample:
         logprobs (`list[float]` or `None`): log-probs of `token_ids`, where the backend gives them.
         cached_tokens (`int` or `None`): tokens of the context that the backend had in its prefix cache and did not
             compute again, where it has one.
+        state (`torch.Tensor` or `None`): the policy's last hidden state at the context's last token, float32 on the
+            CPU, where the backend was asked for it and has it.
     """
 
     token_ids: list[int]
     finish: str
     logprobs: list[float] | None = None
     cached_tokens: int | None = None
+    state: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 class Generator(Protocol):
@@ -64,6 +69,10 @@ class TurnStream(Protocol):
     @property
     def is_busy(self) -> bool:
         """Whether there is something to `step` for."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes hold it between them, and must `submit` and `step` together, equally often."""
 
     def submit(self, requests: Sequence[tuple[Hashable, Request]]) -> None:
         """Takes requests, each with a key."""
@@ -85,16 +94,28 @@ class Backend(Protocol):
         """Open while turns are sampled with one set of weights. Entered and left by all processes together."""
 
 
-def make_backend(trainer: Any, stop_strings: Sequence[str] | None = None) -> Backend:
-    """The backend that the options of a [`TRACETrainer`] ask for."""
+def make_backend(trainer: Any, stop_strings: Sequence[str] | None = None, with_states: bool = False) -> Backend:
+    """The backend that the options of a [`TRACETrainer`] ask for.
+
+    Args:
+        with_states: whether hidden states are wanted in training, from a backend that computes them anyway.
+    """
     if not trainer.use_vllm:
-        return TransformersGenerator(trainer, stop_strings)
+        return TransformersGenerator(trainer, stop_strings, with_states)
     # vLLM is an optional package
     from . import vllm_generation
 
     colocated = trainer.vllm_mode == "colocate"
     generator = vllm_generation.ColocatedGenerator if colocated else vllm_generation.ServerGenerator
     return generator(trainer, stop_strings)
+
+
+class _Row(NamedTuple):
+    """What was sampled for a context: ids, whether a stop string ended them, and the state at the context's end."""
+
+    ids: list[int]
+    stopped: bool
+    state: torch.Tensor | None = None
 
 
 class TransformersGenerator:
@@ -105,10 +126,13 @@ class TransformersGenerator:
         trainer (`GRPOTrainer`): gives the model, its wrapping, and TRL's generation settings.
         stop_strings (`list[str]`, *optional*): strings that end a turn. Continuous batching has no such notion: there
             a turn is sampled on and cut behind the string afterwards.
+        with_states (`bool`): whether samples hold hidden states: in training, of a model that nothing random blurs.
+            Continuous batching has none.
     """
 
-    def __init__(self, trainer: Any, stop_strings: Sequence[str] | None = None):
+    def __init__(self, trainer: Any, stop_strings: Sequence[str] | None = None, with_states: bool = False):
         self.trainer = trainer
+        self.with_states = with_states and not is_random_in_training(trainer.model, trainer.args)
         self.stop_strings = list(stop_strings or [])
         self._stop: TurnStopStrings | None = None
         self._model: Any = None  # the unwrapped model while a `session` lasts
@@ -147,8 +171,7 @@ class TransformersGenerator:
             )
         eos_token_ids = set(trainer.eos_token_ids)
         return [
-            _finish(ids, stopped, request.max_new_tokens, eos_token_ids)
-            for (ids, stopped), request in zip(rows, requests, strict=True)
+            _finish(row, request.max_new_tokens, eos_token_ids) for row, request in zip(rows, requests, strict=True)
         ]
 
     def _unwrapped(self) -> AbstractContextManager[Any]:
@@ -165,7 +188,7 @@ class TransformersGenerator:
             generation_kwargs=None if batched else trainer.generation_kwargs,
         )
 
-    def _generate_padded(self, contexts: list[list[int]], config: Any) -> list[tuple[list[int], bool]]:
+    def _generate_padded(self, contexts: list[list[int]], config: Any) -> list[_Row]:
         trainer = self.trainer
         tensors = [torch.tensor(context) for context in contexts]
         padding = {"padding_side": "left", "pad_to_multiple_of": trainer.pad_to_multiple_of}
@@ -179,6 +202,7 @@ class TransformersGenerator:
             self._unwrapped() as model,
             torch.no_grad(),
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
+            _first_states(model, input_ids.shape, wanted=self.with_states and model.training) as states,
         ):
             output = model.generate(
                 input_ids=input_ids.to(device),
@@ -188,7 +212,12 @@ class TransformersGenerator:
             )
         completions = output[:, start:].cpu()
         lengths, stopped = row_lengths(completions, trainer.eos_token_ids, stop.lengths if stop else None)
-        return [(row[:length].tolist(), s) for row, length, s in zip(completions, lengths, stopped, strict=True)]
+        return [
+            _Row(row[:length].tolist(), s, state)
+            for row, length, s, state in zip(
+                completions, lengths, stopped, states or [None] * len(lengths), strict=True
+            )
+        ]
 
     def _stop_strings(self, start: int) -> TurnStopStrings | None:
         if not self.stop_strings:
@@ -199,7 +228,7 @@ class TransformersGenerator:
         self._stop.begin(start)
         return self._stop
 
-    def _generate_batched(self, contexts: list[list[int]], config: Any) -> list[tuple[list[int], bool]]:
+    def _generate_batched(self, contexts: list[list[int]], config: Any) -> list[_Row]:
         trainer = self.trainer
         with (
             profiling_context(trainer, "transformers.generate_batch"),
@@ -208,23 +237,18 @@ class TransformersGenerator:
             trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False),
         ):
             training = model.training
-            if trainer.args.bf16:
-                model.to(torch.bfloat16)
-            elif trainer.args.fp16:
-                model.to(torch.float16)
-            if trainer.args.cast_lm_head_to_fp32:
-                model.lm_head.to(torch.float32)
-            outputs = model.generate_batch(
-                contexts,
-                generation_config=config,
-                continuous_batching_config=trainer.continuous_batching_config,
-                progress_bar=False,
-            )
+            with _in_half_precision(model, trainer.args):
+                outputs = model.generate_batch(
+                    contexts,
+                    generation_config=config,
+                    continuous_batching_config=trainer.continuous_batching_config,
+                    progress_bar=False,
+                )
             model.train(training)
         errors = [output.error for output in outputs.values() if output.error is not None]
         if errors:
             raise RuntimeError(f"Continuous batching failed for {len(errors)} of {len(outputs)} branches: {errors[0]}")
-        return [self._cut(list(output.generated_tokens)) for output in outputs.values()]
+        return [_Row(*self._cut(list(output.generated_tokens))) for output in outputs.values()]
 
     def _decode(self, ids: list[int]) -> str:
         return self.trainer._tokenizer.decode(ids, skip_special_tokens=False)
@@ -232,6 +256,79 @@ class TransformersGenerator:
     def _cut(self, ids: list[int]) -> tuple[list[int], bool]:
         end = stop_string_end(self._decode, ids, self.stop_strings)
         return (ids, False) if end is None else (ids[:end], True)
+
+
+RANDOM = ("drop", "jitter", "noise")  # parts of the names of a configuration's rates
+
+
+def is_random_in_training(model: Any, args: Any) -> bool:
+    """Whether a model's states differ from pass to pass while it is in training mode: by dropout, by noise on
+    embeddings, by jitter of routers."""
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.modules.dropout._DropoutNd)]
+    # Attention and routers take theirs from the configuration, without a module of their own
+    return any(rates) or bool(args.neftune_noise_alpha) or _has_rate(model.config.get_text_config().to_dict())
+
+
+def _has_rate(config: dict[Any, Any]) -> bool:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            if _has_rate(value):
+                return True
+        elif isinstance(value, int | float) and value and any(part in str(name) for part in RANDOM):
+            return True
+    return False
+
+
+@contextmanager
+def _first_states(model: Any, shape: torch.Size, wanted: bool) -> Iterator[list[torch.Tensor]]:
+    """A list that the first forward pass fills with the hidden states at the contexts' last tokens, if they are wanted
+    and its input has this shape, that of the contexts: beams, prefill in chunks and virtual tokens change it."""
+    states: list[torch.Tensor] = []
+    if not wanted:
+        yield states
+        return
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        handle.remove()
+        if output[0].shape[:2] == shape:
+            # Copied: on a CPU, a view would keep the states of all positions
+            states.extend(output[0][:, -1].to("cpu", torch.float32, copy=True))
+
+    handle = decoder_of(model).register_forward_hook(keep)
+    try:
+        yield states
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _in_half_precision(model: Any, args: Any) -> Iterator[None]:
+    """While open, a model that is trained with `bf16` or `fp16` computes with weights of that precision, but for an
+    output layer that is kept in float32.
+
+    TRL casts the model for good. But its weights are the optimizer's, and half precision loses a step of 1e-6; other
+    data in a parameter's place takes the hooks off by which DDP averages gradients; and buffers, such as the
+    frequencies of rotary positions, have to stay exact. So copies stand in for the parameters.
+    """
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    exact = set(map(id, model.lm_head.parameters())) if args.cast_lm_head_to_fp32 else set()
+    copies: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied weights have one
+    replaced = []
+    try:
+        for module in model.modules() if dtype is not None else ():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.is_floating_point() or id(parameter) in exact:
+                    continue
+                if parameter.dtype != dtype:
+                    if parameter not in copies:
+                        copies[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                    replaced.append((module, name, parameter))
+        for module, name, parameter in replaced:
+            module._parameters[name] = copies[parameter]
+        yield
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
 
 
 class TurnStopStrings(StopStringCriteria):
@@ -305,10 +402,10 @@ def stop_string_end(decode: Any, ids: list[int], stop_strings: Sequence[str]) ->
     return high
 
 
-def _finish(ids: list[int], stopped: bool, limit: int, eos_token_ids: set[int]) -> Sample:
+def _finish(row: _Row, limit: int, eos_token_ids: set[int]) -> Sample:
     # All rows of a call share the largest limit; what a branch was not allowed is cut here
-    if len(ids) > limit:
-        return Sample(ids[:limit], "length")
-    if ids and ids[-1] in eos_token_ids:
-        return Sample(ids, "eos")
-    return Sample(ids, "stop" if stopped else "length")
+    if len(row.ids) > limit:
+        return Sample(row.ids[:limit], "length", state=row.state)
+    if row.ids and row.ids[-1] in eos_token_ids:
+        return Sample(row.ids, "eos", state=row.state)
+    return Sample(row.ids, "stop" if row.stopped else "length", state=row.state)

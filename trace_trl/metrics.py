@@ -1,5 +1,5 @@
 """
-What is measured on scored trees and on the predictor. Each number is explained in `docs/algorithm.md`.
+What is measured on scored trees and on the predictor. Each number is explained in `docs/metrics.md`.
 
 Unscored leaves (reward `nan`) count as neither success nor failure.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .tree import RolloutTree, Turn
+from .tree import RolloutTree, Turn, is_success
 
 
 def _outcomes(tree: RolloutTree, success_threshold: float) -> dict[Turn, tuple[bool, bool]]:
@@ -26,8 +26,9 @@ def _outcomes(tree: RolloutTree, success_threshold: float) -> dict[Turn, tuple[b
         seen[turn] = success, failure
     success, failure = seen[tree.root]
     for remote in tree.remote:
-        success |= any(reward >= success_threshold for reward in remote.rewards)
-        failure |= any(reward < success_threshold for reward in remote.rewards)
+        outcomes = [is_success(reward, success_threshold) for reward in remote.rewards if not math.isnan(reward)]
+        success |= any(outcomes)
+        failure |= not all(outcomes)
     seen[tree.root] = success, failure
     return seen
 

@@ -129,7 +129,8 @@ def make_plans(
         pool: candidates of all processes.
         counts: their bare rollouts, over all processes.
         own: their bare rollouts on this process.
-        local: episodes already reset here, by candidate. Those that no plan takes are closed.
+        local: episodes already reset here, by candidate. A plan takes those of the candidates it is for; the others
+            are the caller's to close.
         continuations: `N`.
         reset: resets an episode for a candidate that another process has reset.
         with_reserves: whether candidates of this process that got no rollout are kept as reserves.
@@ -151,8 +152,6 @@ def make_plans(
                 candidate.prompt, candidate.prompt_ids, candidate.example, index=index, budget=budget
             )
             tree.root.value, tree.root.certainty = candidate.value, candidate.certainty
-            plan = RootPlan(tree, episodes.pop(index), bare, bare * continuations)
+            plan = RootPlan(tree, episodes[index], bare, bare * continuations)
             (plans if bare else reserves).append(plan)
-    for episode in episodes.values():
-        episode.close()
     return plans, reserves

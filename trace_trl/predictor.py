@@ -27,10 +27,13 @@ from huggingface_hub.errors import (
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 HEAD_WEIGHTS = "value_head.safetensors"
 HEAD_CONFIG = "value_head_config.json"
+# A head that learns few anchors by heart is sure of itself, and what it is sure of is not rolled out again
+MOST_DRAWS = 32
 
 
 class SuccessPredictor(nn.Module):
@@ -176,12 +179,14 @@ class PredictorTrainer:
     Args:
         predictor (`SuccessPredictor`): the head; moved nowhere.
         learning_rate (`float`), weight_decay (`float`): of its own AdamW.
-        passes (`int`): mini-batches per call of `update`.
+        passes (`int`): mini-batches per call of `update`; fewer while there are few anchors: `passes * batch_size` is
+            kept to `MOST_DRAWS` times their number.
         batch_size (`int`): anchors per mini-batch.
         buffer_size (`int`): anchors kept.
         seed (`int`): seed of the mini-batches' own random generator.
         reduce (`Callable`, *optional*): averages a gradient over processes.
         certainty (`bool`): whether certainties are trained as well.
+        most (`Callable`, *optional*): the largest of a number over processes, which take equally many passes.
     """
 
     def __init__(
@@ -189,12 +194,13 @@ class PredictorTrainer:
         predictor: SuccessPredictor,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.01,
-        passes: int = 4,
+        passes: int = 32,
         batch_size: int = 256,
         buffer_size: int = 4096,
         seed: int = 0,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
         certainty: bool = False,
+        most: Callable[[int], int] = lambda count: count,
     ):
         self.predictor = predictor
         self.certainty = certainty
@@ -204,6 +210,7 @@ class PredictorTrainer:
         self.buffer = AnchorBuffer(buffer_size)
         self.random = torch.Generator().manual_seed(seed)
         self.reduce = reduce
+        self.most = most
 
     def observe(
         self, features: torch.Tensor, targets: Sequence[float], variances: Sequence[float | None] | None = None
@@ -221,30 +228,44 @@ class PredictorTrainer:
             self.buffer.extend(features.float().cpu(), pairs)
 
     def update(self) -> float | None:
-        """A few steps on random mini-batches of the buffer. Returns the mean loss, `None` without anchors."""
-        if not len(self.buffer) and self.reduce is None:
+        """A few steps on random mini-batches of the buffer. Returns the mean loss of all processes, `None` without
+        anchors."""
+        passes = self.most(min(self.passes, -(-MOST_DRAWS * len(self.buffer) // self.batch_size)))
+        if not passes:
             return None
-        losses = []
         device = next(self.predictor.parameters()).device
-        for _ in range(self.passes):
-            loss = self._loss(device)
+        features, targets = self.buffer.features.to(device), self.buffer.targets.to(device)
+        # Its entries: sum of losses, number of losses. Read once, since every reading waits for the device
+        told = torch.zeros(2, device=device)
+        for _ in range(passes):
+            loss = self._loss(features, targets)
             self.optimizer.zero_grad()
             loss.backward()
             if self.reduce is not None:
-                for parameter in self.predictor.parameters():
-                    parameter.grad = self.reduce(parameter.grad)
+                self._average_gradients()
             nn.utils.clip_grad_norm_(self.predictor.parameters(), 1.0)
             self.optimizer.step()
-            losses.append(loss.item())
-        return sum(losses) / len(losses)
+            if len(self.buffer):
+                told += torch.stack([loss.detach(), torch.ones_like(told[0])])
+        total, count = (told if self.reduce is None else self.reduce(told)).tolist()
+        return total / count if count else None
 
-    def _loss(self, device: torch.device) -> torch.Tensor:
+    def _average_gradients(self) -> None:
+        """In one reduction: the head is small, and many small ones take as long as many large ones."""
+        assert self.reduce is not None
+        gradients = [parameter.grad for parameter in self.predictor.parameters() if parameter.grad is not None]
+        averaged = self.reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        parts = averaged.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    def _loss(self, features: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
         if not len(self.buffer):  # another process has anchors: take part in the averaging with a gradient of zero
             return sum(parameter.sum() * 0.0 for parameter in self.predictor.parameters())  # type: ignore[return-value]
         count = min(self.batch_size, len(self.buffer))
-        chosen = torch.randperm(len(self.buffer), generator=self.random)[:count]
-        states = self.buffer.features[chosen].to(device)
-        targets, variances = self.buffer.targets[chosen].to(device).unbind(-1)
+        chosen = torch.randperm(len(self.buffer), generator=self.random)[:count].to(features.device)
+        states = features[chosen]
+        targets, variances = pairs[chosen].unbind(-1)
         if not self.certainty:
             return nn.functional.mse_loss(self.predictor(states), targets)
         values, certainties = self.predictor.beliefs(states)
@@ -286,7 +307,8 @@ class HiddenStates:
         get_model (`Callable`): gives the model to call, which training may wrap anew; its forward must take
             `input_ids`, `attention_mask`, `logits_to_keep`.
         pad_token_id (`int`): id to pad with.
-        batch_size (`int`): sequences per forward pass.
+        batch_size (`int`): sequences that a forward pass takes, however long they are.
+        tokens (`int`): tokens, padding included, up to which it takes more of them.
         context (`Callable`): gives a context manager for the passes (autocast).
         most (`Callable[[int], int]`): the largest of a number over all processes: every process must run as many
             passes, since a sharded model gathers its weights in each.
@@ -299,10 +321,12 @@ class HiddenStates:
         batch_size: int,
         context: Callable[[], Any],
         most: Callable[[int], int] = lambda count: count,
+        tokens: int = 0,
     ):
         self.get_model = get_model
         self.pad_token_id = pad_token_id
         self.batch_size = batch_size
+        self.tokens = tokens
         self.context = context
         self.most = most
 
@@ -317,12 +341,11 @@ class HiddenStates:
             For each sequence, a float32 tensor of shape `(len(positions), hidden)` on the CPU.
         """
         model = self.get_model()
-        order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-        passes = self.most(-(-len(sequences) // self.batch_size))
+        batches = self._batches(list(map(len, sequences)))
+        batches += [[]] * (self.most(len(batches)) - len(batches))
         features: dict[int, torch.Tensor] = {}
-        with _evaluation(model), _last_hidden_state(model) as hidden, self.context():
-            for start in range(0, passes * self.batch_size, self.batch_size):
-                batch = order[start : start + self.batch_size]
+        with _evaluation(model), _resharded(model), _last_hidden_state(model) as hidden, self.context():
+            for batch in batches:
                 self._forward(model, [sequences[index] for index in batch] or [[self.pad_token_id]])
                 counts = [len(positions[index]) for index in batch]
                 rows = [row for row, count in enumerate(counts) for _ in range(count)]
@@ -333,6 +356,16 @@ class HiddenStates:
                 features.update(zip(batch, states.split(counts), strict=True))
                 hidden.clear()
         return [features[index] for index in range(len(sequences))]
+
+    def _batches(self, lengths: list[int]) -> list[list[int]]:
+        """Indices of the sequences of each pass, the longest ones first: those of a pass are of about one length."""
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        batches, start = [], 0
+        while start < len(order):
+            count = max(self.batch_size, self.tokens // max(1, lengths[order[start]]))
+            batches.append(order[start : start + count])
+            start += count
+        return batches
 
     def _forward(self, model: nn.Module, sequences: list[list[int]]) -> None:
         device = next(model.parameters()).device
@@ -358,6 +391,18 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+@contextmanager
+def _resharded(model: nn.Module) -> Iterator[None]:
+    # FSDP2 keeps some parameters whole for a backward pass, which does not come: they would lie there while rollouts
+    # are sampled, and can't be pushed to vLLM
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextmanager

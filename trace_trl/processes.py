@@ -26,11 +26,11 @@ class AcceleratorSync:
             return number
         return int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
 
-    def any_of(self, *flags: bool) -> list[bool]:
+    def totals(self, *numbers: int) -> list[int]:
         if self.accelerator.num_processes == 1:
-            return list(flags)
-        own = torch.tensor([flags], dtype=torch.int, device=self.accelerator.device)
-        return self.accelerator.gather(own).any(dim=0).tolist()
+            return list(numbers)
+        own = torch.tensor(numbers, device=self.accelerator.device)
+        return self.accelerator.reduce(own, "sum").tolist()
 
     def check(self, error: BaseException | None) -> None:
         if not self.most(int(error is not None)):

@@ -52,16 +52,22 @@ COLUMNS = (
 SECONDS = ("generation", "environment", "reward", "predictor")
 
 
-def step_line(step: int, logs: dict[str, Any]) -> str:
-    """One line of a training step's logs; a metric that has no value is shown as a dash."""
+def step_line(step: int, logs: dict[str, Any], generations: float = 1.0) -> str:
+    """One line of a training step's logs; a metric that has no value is shown as a dash.
+
+    Args:
+        step: its number.
+        logs: its metrics.
+        generations: how many of them an optimizer step holds, less than 1 where several steps train one generation.
+    """
     parts = []
     for label, key, form in COLUMNS:
         value = logs.get(key)
         parts.append(f"{label} {'-' if value is None else form.format(value)}")
     seconds = " ".join(f"{name} {logs.get(f'seconds/{name}') or 0.0:.1f}" for name in SECONDS)
-    # TRL's time of a step holds the generation that the step began with
+    # TRL's time is the mean over optimizer steps, generations among them
     whole = logs.get("step_time")
-    training = None if whole is None else max(0.0, whole - (logs.get("seconds/total") or 0.0))
+    training = None if whole is None else max(0.0, whole - generations * (logs.get("seconds/total") or 0.0))
     return (
         f"step {step:>4}  "
         + "  ".join(parts)
@@ -75,4 +81,5 @@ class StepLineCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs and "effective_ratio" in logs:
-            tqdm.write(step_line(state.global_step, logs))
+            steps = args.steps_per_generation * args.num_iterations
+            tqdm.write(step_line(state.global_step, logs, args.gradient_accumulation_steps / steps))

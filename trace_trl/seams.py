@@ -25,6 +25,7 @@ OVERRIDDEN = {
     "_generate": ("self", "prompts"),
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
+    "_compute_loss": ("self", "model", "inputs"),
     "_save": ("self", "output_dir", "state_dict"),
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_best_model": ("self",),
@@ -45,6 +46,11 @@ CALLED = {
         "is_training",
         "dataloader_key",
     ),
+    "_get_per_token_logps_and_entropies": (
+        *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
+        *("compute_aux_loss", "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask"),
+        *("spatial_shapes", "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+    ),
     "_log_metric": ("self", "name", "value"),
     "_tokenize_prompts": ("self", "prompts"),
 }
@@ -63,6 +69,11 @@ LOOKED_UP = {
         "_metrics",
         "_pending_extra_logs",
     ),
+    "compute_loss": ("_compute_loss",),
+    "_compute_loss": (
+        *("_get_per_token_logps_and_entropies", "beta", "top_entropy_quantile", "_entropy_bonus_enabled"),
+        "aux_loss_enabled",
+    ),
     "_save_checkpoint": ("_get_output_dir",),
     "_tokenize_prompts": ("_batch_environments", "_env_tools", "environment_factories"),
 }
@@ -70,6 +81,7 @@ LOOKED_UP = {
 # Attributes that GRPOTrainer's constructor sets
 ATTRIBUTES = (
     "_dist",
+    "_entropy_bonus_enabled",
     "_has_async_funcs",
     "_logs",
     "_metrics",
@@ -79,6 +91,8 @@ ATTRIBUTES = (
     "_pending_extra_logs",
     "_standalone_tools",
     "_tokenizer",
+    "aux_loss_enabled",
+    "beta",
     "chat_template",
     "chat_template_kwargs",
     "continuous_batching_config",
@@ -97,6 +111,7 @@ ATTRIBUTES = (
     "scale_rewards",
     "shuffle_dataset",
     "tools",
+    "top_entropy_quantile",
     "use_transformers_continuous_batching",
     "use_vllm",
 )

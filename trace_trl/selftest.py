@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -306,7 +307,10 @@ def run(arguments: SelfTestArguments, say: Callable[[str], None] = print) -> boo
 
 def main() -> None:
     (arguments,) = HfArgumentParser(SelfTestArguments).parse_args_into_dataclasses()
-    if not run(arguments):
+    passed = run(arguments)
+    # Left to the end of the interpreter, its threads may abort a process that has passed
+    PartialState().destroy_process_group()
+    if not passed:
         sys.exit(1)
 
 

@@ -12,18 +12,23 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
+from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id, repeat_iterable_dataset, start_event_loop_in_daemon
 
 from . import checkpoints, checks, hub, model_card, seams
 from .advantages import GRPO_WITHOUT_BRANCHES, compute_advantages
+from .allocation import ROOTS_BY_VALUE
 from .codec import Codec
 from .config import TRACEConfig
 from .continuous import ContinuousRun
@@ -43,9 +48,15 @@ from .progress import RolloutProgress, StepLineCallback
 from .reports import extra_columns, gather_groups, gather_lengths, length_metrics, rollout_metrics
 from .rewards import RewardScorer, step_reward
 from .rows import Rows, build_rows
+from .sparse_loss import needed_rows_only
 from .tree import RolloutTree
 from .tree_log import TreeLogger, tree_to_dict
 from .values import AnchorValues, make_values
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import BitsAndBytesConfig
 
 
 class TRACETrainer(GRPOTrainer):
@@ -68,7 +79,7 @@ class TRACETrainer(GRPOTrainer):
 
 
     trainer = TRACETrainer(
-        model="Qwen/Qwen3-0.6B",
+        model="Qwen/Qwen2.5-1.5B-Instruct",
         args=TRACEConfig(generation_batch_size=48, continuations_per_root=2),
         train_dataset=dataset,  # columns "prompt" and "answer"
         env_step=env_step,
@@ -83,9 +94,16 @@ class TRACETrainer(GRPOTrainer):
             `environment_factory`.
         env_reset (`Callable`, *optional*):
             `env_reset(example: dict) -> state`, sync or async. Defaults to a copy of the dataset row.
-        **kwargs:
-            All other arguments are those of [`~trl.GRPOTrainer`]. `args` must be a [`TRACEConfig`]; `rollout_func` is
-            not supported, since the engine is the rollout function.
+        args ([`TRACEConfig`], *optional*):
+            Defaults to `TRACEConfig("<model>-TRACE")`.
+        reward_funcs (`RewardFunc` or `list[RewardFunc]`, *optional*):
+            As in TRL; may be left out with `env_step`, whose last `reward` is one more reward function. Each is called
+            with a part of the batch at a time, so it must judge each completion by itself.
+        rollout_func (`RolloutFunc`, *optional*):
+            Refused: the engine is the rollout function.
+        model, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks, optimizers, \
+quantization_config, peft_config, tools, environment_factory:
+            As in [`~trl.GRPOTrainer`].
 
     Raises:
         ValueError: for combinations of arguments that exclude each other, for images, and for budgets that don't fit.
@@ -109,20 +127,20 @@ class TRACETrainer(GRPOTrainer):
 
     def __init__(
         self,
-        model,
-        reward_funcs=None,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
         args: TRACEConfig | None = None,
-        train_dataset=None,
-        eval_dataset=None,
-        processing_class=None,
-        reward_processing_classes=None,
-        callbacks=None,
-        optimizers=(None, None),
-        quantization_config=None,
-        peft_config=None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: PeftConfig | None = None,
         tools: list[Callable] | None = None,
-        rollout_func=None,
-        environment_factory=None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | dict[str, EnvironmentFactory] | None = None,
         env_step: EnvStep | None = None,
         env_reset: EnvReset | None = None,
     ):
@@ -154,6 +172,8 @@ class TRACETrainer(GRPOTrainer):
             environment_factory=environment_factory,
         )
         seams.check_trainer(self)
+        checks.check_tokenizer(self._tokenizer)
+        checks.check_continuous_batching(args, self.is_fsdp_enabled)
         if env_step is not None and not only_steps:
             # As TRL adds an environment's `get_reward`: one more source, of weight 1
             self.reward_funcs.append(step_reward)
@@ -165,6 +185,8 @@ class TRACETrainer(GRPOTrainer):
         self.env_step = env_step
         self.env_reset = env_reset
         drop_reserved_tools(self)
+        if self.tools:
+            checks.check_tool_datasets(eval_dataset)  # the training set's first row is looked at below
         self._sync = AcceleratorSync(self.accelerator)
         self._environment_owns_data = train_dataset is None
         if self._environment_owns_data:
@@ -176,6 +198,7 @@ class TRACETrainer(GRPOTrainer):
         self.runner = ConcurrentRunner(args.env_max_workers, loop=self._event_loop)
         self.scorer = RewardScorer(self, args.success_threshold)
         self.values = self._make_values()
+        self._note = getattr(self.values, "note", None)
         self.tree_logger = None
         if args.log_trees and self.accelerator.is_main_process:
             self.tree_logger = TreeLogger(
@@ -194,12 +217,13 @@ class TRACETrainer(GRPOTrainer):
         self._last_generation = (-1, 0)  # optimizer step, and number of the generation within it
         self._counts: list[int] = []  # bare rollouts of each candidate of the pool, over all processes
         self._rows: Rows | None = None  # the rows TRL is told of while it prepares a batch
-        self._engine: TreeRolloutEngine | None = None
+        self._engine: TreeRolloutEngine | None = None  # of the rows at hand
+        self._engines: dict[bool, TreeRolloutEngine] = {}  # of chats, of strings: a turn is answered in its own form
         self._backend: Backend | None = None
         example = checks.first_row(self.train_dataset)
         if example is not None:
             # Built now, so that a chat template that can't carry an answer is refused before anything is sampled
-            self._engine = self._make_engine(conversational=checks.row_is_conversational(example))
+            self._prepare_engine(example)
 
     # Construction
 
@@ -242,8 +266,12 @@ class TRACETrainer(GRPOTrainer):
         return self.async_loop
 
     def _prepare_engine(self, row: dict[str, Any]) -> None:
-        if self._engine is None:
-            self._engine = self._make_engine(conversational=checks.row_is_conversational(row))
+        if self.tools:
+            checks.check_tool_row(row)
+        conversational = checks.row_is_conversational(row)
+        if conversational not in self._engines:
+            self._engines[conversational] = self._make_engine(conversational)
+        self._engine = self._engines[conversational]
 
     def _make_engine(self, conversational: bool) -> TreeRolloutEngine:
         args = self.args
@@ -252,7 +280,9 @@ class TRACETrainer(GRPOTrainer):
         )
         if self.tools or self.env_step is not None:
             codec.check("tool" if self.tools else "user")
-        self._backend = backend = make_backend(self, args.turn_stop_strings)
+        if self._backend is None:
+            self._backend = make_backend(self, args.turn_stop_strings, with_states=self._note is not None)
+        backend = self._backend
         return TreeRolloutEngine(
             generate=backend,
             generating=backend.session,
@@ -263,6 +293,7 @@ class TRACETrainer(GRPOTrainer):
             score_together=self.accelerator.num_processes > 1 and self.scorer.has_models,
             limits=Limits(args.max_completion_length, self._context_length(), args.max_turn_length, args.max_turns),
             predict=None if self.values is None else self.values.predict_prefixes,
+            note=self._note,
             prefix_allocation=args.prefix_allocation,
             is_mixed=self._is_mixed if args.root_allocation == "dapo" else None,
             runner=self.runner,
@@ -323,7 +354,8 @@ class TRACETrainer(GRPOTrainer):
         """
         if not rows:
             raise ValueError("`rollout` needs at least one row.")
-        self._prepare_engine(rows[0])
+        with self._sync.together():
+            self._prepare_engine(rows[0])
         training = self.model.training
         self.model.eval()
         try:
@@ -335,8 +367,8 @@ class TRACETrainer(GRPOTrainer):
 
     def _close_environments(self) -> None:
         """Closes what environments and threads are kept for the next generation; one that comes makes new ones."""
-        if self._engine is not None:
-            self._engine.environment.close()
+        for engine in self._engines.values():
+            engine.environment.close()
         self.runner.close()
 
     # Data: each candidate comes once, where TRL repeats every prompt `num_generations` times
@@ -374,7 +406,8 @@ class TRACETrainer(GRPOTrainer):
     # One generation batch
 
     def _generate_and_score_completions(self, inputs):
-        self._prepare_engine(inputs[0])
+        with self._sync.together():
+            self._prepare_engine(inputs[0])
         if not self.model.training:
             trees, stats = self._roll_out_evaluation(inputs)
             output = self._prepare_batch(self._build_rows(trees))
@@ -400,48 +433,36 @@ class TRACETrainer(GRPOTrainer):
 
     def _candidates(self, inputs: list[dict[str, Any]]) -> tuple[list[Candidate], list[Episode]]:
         """Resets an episode per row and encodes its prompt."""
+        episodes: list[Episode] = []
         # A row that can't be used ends all processes, not only the one that was given it
-        with self._sync.together():
+        with self._engine.closing_on_error(episodes), self._sync.together():
             # Only an environment that owns the data may leave the prompt out, as in TRL
-            optional = self.environment_factories is not None
-            rows = [(row, row.get("prompt") if optional else row["prompt"]) for row in inputs]
+            needs_prompt = self.environment_factories is None
+            rows = [(row, row.get("prompt")) for row in inputs]
             for row, prompt in rows:
-                checks.check_row(row, prompt)
-            episodes = self._engine.reset(rows)
+                checks.check_row(row, prompt, needs_prompt)
+            episodes += self._engine.reset(rows)
             prompts = [episode.prompt for episode in episodes]
+            checks.check_prompt_kinds(inputs, prompts)
             self._batch_environments = [self._environment_name(row) for row in inputs]
             prompt_ids = [list(ids) for ids in self._tokenize_prompts(prompts)[0]]
-            for prompt, ids in zip(prompts, prompt_ids, strict=True):
-                checks.check_prompt_length(prompt, ids, self._context_length())
+            for row, prompt, ids in zip(inputs, prompts, prompt_ids, strict=True):
+                checks.check_prompt_length(row, prompt, ids, self._context_length())
         return [Candidate(*row) for row in zip(inputs, prompts, prompt_ids, strict=True)], episodes
 
     def _roll_out_training(self, inputs: list[dict[str, Any]]) -> tuple[list[RolloutTree], Stats]:
-        args, processes = self.args, self.accelerator.num_processes
         started = time.perf_counter()
         local, episodes = self._candidates(inputs)
-        offset = self.accelerator.process_index * len(local)
         predicting = 0.0
-        if args.root_allocation in ("active", "pcl"):
-            self.values.predict_roots(local)
-            predicting = time.perf_counter() - started
-        pool = gather_object(local) if processes > 1 else local
-        root_seed, prefix_seed = self._allocation_seeds()
-        with self._sync.together():
-            # A task that an environment made up is known to its own process only
-            self._counts = counts = allocate(
-                pool, args, root_seed, parts=processes if self._environment_owns_data else 1
-            )
-            plans, reserves = make_plans(
-                pool,
-                counts,
-                own=shares(counts, self.accelerator.process_index, processes),
-                local={offset + position: episode for position, episode in enumerate(episodes)},
-                continuations=args.continuations_per_root,
-                reset=self._engine.reset,
-                with_reserves=args.root_allocation == "dapo",
-            )
-        if self.values is not None:
-            self.values.plant([plan.tree for plan in plans + reserves], offset)
+        with self._engine.closing_on_error(episodes):
+            if self.args.root_allocation in ROOTS_BY_VALUE:
+                asked = time.perf_counter()
+                self.values.predict_roots(local)
+                predicting = time.perf_counter() - asked
+            root_seed, prefix_seed = self._allocation_seeds()
+            plans, reserves = self._plan(local, episodes, root_seed)
+        taken = {plan.episode for plan in plans + reserves}
+        self._engine.close([episode for episode in episodes if episode not in taken])
         with self.progress:
             stats = self._engine.run(plans, reserves, seed=prefix_seed + self.accelerator.process_index)
         trees = [plan.tree for plan in plans + reserves if plan.bare]
@@ -455,6 +476,38 @@ class TRACETrainer(GRPOTrainer):
         stats.seconds["predictor"] += predicting
         stats.seconds["total"] = time.perf_counter() - started
         return trees, stats
+
+    def _plan(
+        self, local: list[Candidate], episodes: list[Episode], seed: int
+    ) -> tuple[list[RootPlan], list[RootPlan]]:
+        """Spends the budget on the candidates of all processes. Episodes that are reset here for another process's
+        candidates are appended to `episodes`."""
+        args, process, processes = self.args, self.accelerator.process_index, self.accelerator.num_processes
+        offset = process * len(local)
+        pool = gather_object(local) if processes > 1 else local
+
+        def reset(rows: list[tuple[dict[str, Any], Any]]) -> list[Episode]:
+            fresh = self._engine.reset(rows)
+            episodes.extend(fresh)
+            return fresh
+
+        with self._sync.together():
+            # Another process's candidates are played by this one's engine, which is of one kind
+            checks.check_prompt_kinds([c.example for c in pool], [c.prompt for c in pool])
+            # A task that an environment made up is known to its own process only
+            self._counts = counts = allocate(pool, args, seed, parts=processes if self._environment_owns_data else 1)
+            plans, reserves = make_plans(
+                pool,
+                counts,
+                own=shares(counts, process, processes),
+                local={offset + position: episode for position, episode in enumerate(episodes)},
+                continuations=args.continuations_per_root,
+                reset=reset,
+                with_reserves=args.root_allocation == "dapo",
+            )
+        if self.values is not None:
+            self.values.plant([plan.tree for plan in plans + reserves], offset)
+        return plans, reserves
 
     def _allocation_seeds(self) -> list[int]:
         """Depend on where training stands only, so that a resumed run allocates as an uninterrupted one."""
@@ -479,11 +532,12 @@ class TRACETrainer(GRPOTrainer):
 
     def _share_roots(self, trees: list[RolloutTree]) -> None:
         """Backs outcomes up, at a root that spans processes over all of its rollouts."""
+        backup = self.args.value_backup, self.args.success_threshold
         for tree in trees:
-            tree.backup(self.args.value_backup)
+            tree.backup(*backup)
         share_roots(trees, self.accelerator.process_index, self.accelerator.num_processes)
         for tree in trees:
-            tree.backup(self.args.value_backup)
+            tree.backup(*backup)
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -492,6 +546,13 @@ class TRACETrainer(GRPOTrainer):
             if predictor_loss is not None:
                 self._metrics["train"]["predictor/loss"].append(predictor_loss)
         return loss
+
+    def _compute_loss(self, model, inputs):
+        # In a GRPO setting every number is TRL's, whose loss computes all rows
+        if not (self.args.skip_zero_advantage_rows and self.model.training) or self._is_plain_grpo:
+            return super()._compute_loss(model, inputs)
+        with needed_rows_only(self, inputs):
+            return super()._compute_loss(model, inputs)
 
     # Advantages and rows
 
@@ -625,8 +686,11 @@ class TRACETrainer(GRPOTrainer):
 
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
-        if self.predictor is not None:
-            self.predictor.save_pretrained(output_dir if output_dir is not None else self.args.output_dir)
+        self._save_head(output_dir if output_dir is not None else self.args.output_dir)
+
+    def _save_head(self, output_dir: str) -> None:
+        if self.predictor is not None and self.args.should_save:
+            self.predictor.save_pretrained(output_dir)
 
     def _forget_loaded_weights(self) -> None:
         """Has the weights pushed to vLLM again, where they may differ from those pushed at the same step."""
@@ -646,6 +710,8 @@ class TRACETrainer(GRPOTrainer):
         with checkpoints.staged(self, super()._get_output_dir(trial)) as (self._staging, checkpoint):
             try:
                 super()._save_checkpoint(model, trial)
+                # Also where the policy's weights are saved in another way, as FSDP's shards are
+                self._save_head(checkpoint)
                 if not self.args.save_only_model:
                     checkpoints.save_state(self, checkpoint)
             finally:

@@ -18,11 +18,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from ctypes import c_float
 from dataclasses import dataclass, field
 from typing import Any
 
 
 BACKUPS = ("leaf_mean", "child_mean")
+
+
+def is_success(reward: float, success_threshold: float) -> bool:
+    """`R >= success_threshold`, both in single precision, in which rewards are added up: 0.9 is 0.89999998 there."""
+    return c_float(reward).value >= c_float(success_threshold).value
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ class Leaf:
         """`success`, or `R >= success_threshold` where that was not written; `None` for an unscored leaf."""
         if not self.scored:
             return None
-        return self.reward >= success_threshold if self.success is None else self.success
+        return is_success(self.reward, success_threshold) if self.success is None else self.success
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +283,7 @@ class RolloutTree:
                     if child.target is not None:
                         children.append((child.target, scored))
                     reward = child.rewards[0] if child.rewards else math.nan
-                    outcomes.append(None if math.isnan(reward) else float(reward >= success_threshold))
+                    outcomes.append(None if math.isnan(reward) else float(is_success(reward, success_threshold)))
             counts[turn] = sum(count for _, count in children)
             if not children:
                 turn.target = None

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .foreign import optional_method, sound_text
 from .metrics import effective
 from .tree import Leaf, RemoteChild, RolloutTree
 
@@ -32,8 +33,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        # Joins surrogate pairs and replaces lone ones, which UTF-8 cannot hold, by U+FFFD.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return sound_text(value)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -42,8 +42,9 @@ def _plain(value: Any) -> Any:
         return {_plain(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch
-        return _plain(value.tolist())
+    tolist = optional_method(value, "tolist")  # of arrays and scalars of numpy and torch
+    if tolist is not None:
+        return _plain(tolist())
     return _plain(str(value))
 
 
@@ -140,8 +141,8 @@ def _number(value: float | None) -> float:
 def tree_from_dict(record: Mapping[str, Any]) -> RolloutTree:
     """The tree that [`tree_to_dict`] wrote, or a line of the tree log.
 
-    Written with `include_ids=True` it is the same tree, but for the dataset row and the environments; otherwise its
-    turns have no token ids and no messages.
+    Written with `include_ids=True` it is the same tree, but for the dataset row, the environments, their `info` and
+    certainties; otherwise its turns have no token ids and no messages either.
 
     Raises:
         ValueError: if `record` has another schema version.

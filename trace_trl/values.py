@@ -3,7 +3,7 @@ Predicted values of anchors, and what the predictor learns from them.
 
 Each anchor's hidden state is read once per generation: a prompt's before roots are allocated, a prefix's when its
 prompt is about to expand, the rest (prefixes of continuations) at the end. One pass over a rollout gives all its
-anchors.
+anchors. `model.generate` reads a history before it samples the next turn: what it had is noted, and not read again.
 """
 
 from __future__ import annotations
@@ -51,12 +51,18 @@ class AnchorValues:
                 self._features[tree.root] = self._root_features[tree.index - offset]
         self._root_features = []
 
+    def note(self, anchor: Turn, state: torch.Tensor) -> None:
+        """Keeps the hidden state, of shape `(hidden,)`, that an anchor's next turn was sampled behind."""
+        self._features.setdefault(anchor, state)
+
     def predict_prefixes(self, leaves: Sequence[Turn]) -> None:
-        """Writes `value` into every anchor above `leaves` that was not read yet. Called by all processes together."""
+        """Writes `value` into every anchor above `leaves` that has none yet. Called by all processes together."""
         seen = set(self._features)
-        paths = []
+        paths, noted = [], dict[Turn, torch.Tensor]()
         for leaf in leaves:
-            nodes = [node for node in anchors_above(leaf) if node not in seen]
+            anchors = anchors_above(leaf)
+            noted |= {node: self._features[node] for node in anchors if node in self._features and node.value is None}
+            nodes = [node for node in anchors if node not in seen]
             seen.update(nodes)
             if nodes:
                 paths.append(nodes)
@@ -67,7 +73,7 @@ class AnchorValues:
             node: state
             for nodes, states in zip(paths, read, strict=True)
             for node, state in zip(nodes, states, strict=True)
-        }
+        } | noted
         for node, belief in zip(features, self._beliefs(list(features.values())), strict=True):
             # A root was given its value before it was allocated, perhaps on another process
             if node.value is None:
@@ -135,12 +141,14 @@ def make_values(trainer: Any, most: Callable[[int], int]) -> AnchorValues | None
         seed=args.seed + accelerator.process_index,
         reduce=(lambda gradient: accelerator.reduce(gradient, "mean")) if several else None,
         certainty=args.predictor_certainty,
+        most=most,
     )
     hidden_states = HiddenStates(
         get_model=lambda: trainer.model,
         pad_token_id=trainer._tokenizer.pad_token_id,
-        batch_size=max(args.per_device_train_batch_size, args.per_device_eval_batch_size),
+        batch_size=args.per_device_train_batch_size,  # what fits into memory with gradients fits without
         context=accelerator.autocast,
         most=most,
+        tokens=args.value_pass_tokens,
     )
     return AnchorValues(hidden_states, predictor_trainer)

@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import re
+import resource
 import signal
 import threading
 from collections.abc import Hashable, Iterator, Sequence
@@ -30,7 +31,8 @@ from .processes import on_main
 
 logger = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 64  # to a server: as many as TRL's client keeps open
+MOST_CONNECTIONS = 1024  # to a server, which runs as many turns at once as it can hold
+FILES_LEFT = 4  # connections take no more than one in so many of the files that a process may have open
 
 
 class VLLMGenerator:
@@ -189,6 +191,10 @@ class ColocatedGenerator(VLLMGenerator):
         """Whether the engine is at work on a request, of this rank or of another of its group."""
         return bool(self._waiting)
 
+    @property
+    def is_shared(self) -> bool:
+        return self.vllm.tensor_parallel_size > 1
+
     def step(self) -> list[tuple[Hashable, Sample]]:
         """Lets the engine sample a token of every running request, and returns the turns that ended, by their keys.
         Called by all ranks of a tensor parallel group together."""
@@ -232,6 +238,19 @@ class ColocatedGenerator(VLLMGenerator):
         return Sample(ids, finish, logprobs, output.num_cached_tokens)
 
 
+def most_connections() -> int:
+    """Each takes a file, and keeps it; environments, checkpoints and data loaders need some too."""
+    return max(1, min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES_LEFT))
+
+
+def keep_connections(session: Any, number: int) -> None:
+    """Lets a `requests.Session` keep that many connections open; the others are made anew for each request."""
+    from requests.adapters import HTTPAdapter
+
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(max_retries=session.get_adapter(scheme).max_retries, pool_maxsize=number))
+
+
 class ServerGenerator(VLLMGenerator):
     """
     vLLM on a server of its own. The main process asks it, for the branches of all processes, and hands each process
@@ -243,6 +262,8 @@ class ServerGenerator(VLLMGenerator):
         (self._context_length,) = on_main(
             trainer.accelerator, [None], lambda asking: [self._length_of_server()] * len(asking)
         )
+        if trainer.accelerator.is_main_process:
+            keep_connections(self.vllm.vllm_client.session, most_connections())
 
     def _length_of_server(self) -> int | None:
         return self.vllm.vllm_client.get_server_info()["model_config"].get("max_model_len")
@@ -256,13 +277,14 @@ class ServerGenerator(VLLMGenerator):
             return on_main(self.trainer.accelerator, list(requests), self._ask)
 
     def _ask(self, requests: list[Request]) -> list[Sample]:
-        """One HTTP request for all branches that may use equally many tokens, all of them at once."""
+        """One HTTP request for all branches that may use equally many tokens, all of them at once. Without a
+        `max_turn_length`, these are hardly ever two: what is left to a branch is its own."""
         by_limit: dict[int, list[int]] = {}
         for number, request in enumerate(requests):
             by_limit.setdefault(request.max_new_tokens, []).append(number)
         groups = list(by_limit.values())
         before = self._cache_hits()
-        executor = ThreadPoolExecutor(max(1, min(len(groups), MOST_CONNECTIONS)))
+        executor = ThreadPoolExecutor(max(1, min(len(groups), most_connections())))
         try:
             answers = list(executor.map(lambda group: self._generate([requests[number] for number in group]), groups))
         finally:
