@@ -102,6 +102,7 @@ def main() -> None:
             assert len(plan.tree.leaves()) == wanted, (len(plan.tree.leaves()), wanted)
         assert not trainer.vllm_generation.llm.llm_engine.waiting
     (out / f"echo.{rank}.json").write_text(json.dumps(found))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
+EVERY_PROCESS = Path(__file__).with_name("every_process")
 
 
 def command_of(launcher: str, *script: str) -> list[str]:
@@ -37,6 +38,8 @@ def command_of(launcher: str, *script: str) -> list[str]:
         start = ["accelerate.commands.launch", "--config_file", str(config), "--main_process_port", str(free_port())]
         if launcher == "zero2":
             start += ["--deepspeed_config_file", str(WORKER.with_name("zero2_cpu.json"))]
+        if launcher == "fsdp2":
+            start += ["--num_processes", "2", "--mixed_precision", "no"]
     return [sys.executable, "-m", *start, *script]
 
 
@@ -47,7 +50,8 @@ def worker(out: Path, *jobs: dict[str, Any]) -> list[str]:
 def start(command: list[str], output: int) -> subprocess.Popen:
     """Starts a command whose output goes to a pipe or nowhere."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
-    env = {**os.environ, **quiet, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT), str(EVERY_PROCESS)])
+    env = {**os.environ, **quiet, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 

@@ -99,6 +99,22 @@ def test_a_sharded_reward_model_is_called_by_all_processes_together(tmp_path):
     assert turns[0] != turns[1]
 
 
+def test_fsdp_has_its_shards_again_after_values_are_read(tmp_path):
+    """A pass without a backward pass leaves some parameters whole, and TRL can't push these to vLLM."""
+    launch("fsdp2", tmp_path, {"task": "resharded", "name": "run"})
+    for result in results(tmp_path, "run"):
+        assert result["failed"] == []
+        assert result["whole"] == [[], []]
+
+
+@pytest.mark.parametrize(("launcher", "gather"), [("zero3_cpu", True), ("zero3_cpu", False), ("fsdp2", True)])
+def test_states_that_sampling_had_are_those_of_a_pass_also_where_weights_are_sharded(launcher, gather, tmp_path):
+    launch(launcher, tmp_path, {"task": "noted", "name": "run", "ds3_gather_for_generation": gather})
+    for result in results(tmp_path, "run"):
+        assert result["failed"] == []
+        assert len(result["differences"]) > 8 and max(result["differences"]) < 1e-4
+
+
 @pytest.mark.parametrize(("launcher", "place"), [("zero3_cpu", "reset"), ("zero3_cpu", "reward"), ("ddp", "reward")])
 def test_case_29_an_error_on_one_process_ends_both_with_that_error(launcher, place, tmp_path):
     launch(launcher, tmp_path, {"task": "failing", "name": place}, ok=False, timeout=120)
@@ -108,6 +124,13 @@ def test_case_29_an_error_on_one_process_ends_both_with_that_error(launcher, pla
     assert own["error"] == f"Broken: broken by {place}"
     assert "Process 1 failed" in other["error"] and f"Broken: broken by {place}" in other["error"]
     assert max(other["time"], own["time"], ended) - raised < 10
+
+
+def test_prompts_of_different_kinds_on_two_processes_are_refused_by_both(tmp_path):
+    launch("ddp", tmp_path, {"task": "mixed_prompts", "name": "run"}, ok=False, timeout=120)
+    for result in results(tmp_path, "error"):
+        assert result["error"].startswith("ValueError: The prompt of a dataset row is")
+    assert len(results(tmp_path, "error")) == 2
 
 
 @pytest.mark.parametrize("place", ["generation", "prefixes"])

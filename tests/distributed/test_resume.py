@@ -55,7 +55,7 @@ BATCHES = {
 KINDS = [(batch, lora) for batch in BATCHES for lora in (False, True)]
 
 
-@pytest.fixture(scope="module", params=["one", "zero3_cpu"])
+@pytest.fixture(scope="module", params=["one", "zero3_cpu", "fsdp2"])
 def played(request, tmp_path_factory):
     """Every kind of run at once, and from its checkpoint."""
     out = tmp_path_factory.mktemp(request.param)

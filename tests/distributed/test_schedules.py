@@ -16,6 +16,9 @@ SEEDS = range(20)
 DDP_SEEDS = range(3)  # nothing is gathered for a forward pass there
 RUNS = [(mode, seed) for mode in ("gather", "no-gather") for seed in SEEDS] + [("ddp", seed) for seed in DDP_SEEDS]
 STEPS = 2
+# Adam divides a gradient by its size: one that is nothing but rounding would move its weight as far as any other, and
+# the other way on the next kind of processor. With this, a difference of gradients is not magnified.
+EPSILON = 1e-3
 
 
 @functools.cache
@@ -23,7 +26,8 @@ def trained(mode, folder):
     """All schedules of a mode, trained by two processes one after the other."""
     out = folder / mode
     out.mkdir()
-    options = {"task": "schedule", "max_steps": STEPS, "ds3_gather_for_generation": mode != "no-gather"}
+    options = {"task": "schedule", "max_steps": STEPS, "adam_epsilon": EPSILON}
+    options["ds3_gather_for_generation"] = mode != "no-gather"
     seeds = DDP_SEEDS if mode == "ddp" else SEEDS
     jobs = [{"name": f"schedule-{seed}", "seed": seed, **options} for seed in seeds]
     launch("ddp" if mode == "ddp" else "zero3_cpu", out, *jobs, timeout=600)
@@ -92,11 +96,12 @@ def test_case_28_one_process_learns_the_same_from_the_same_trees(folder, mode, s
     out, name = trained(mode, folder), f"schedule-{seed}"
     parts = forests(out, name)
     monkeypatch.setattr(selftest, "ObservedTrainer", Replay)
-    args = selftest.make_args(str(tmp_path), seed=seed, max_steps=STEPS, per_device_train_batch_size=8)
+    options = {"max_steps": STEPS, "adam_epsilon": EPSILON, "per_device_train_batch_size": 8}
+    args = selftest.make_args(str(tmp_path), seed=seed, **options)
     trainer = selftest.make_trainer(args, results(out, name)[0]["turns"])
     before = selftest.weights(trainer)
     trainer.forests = [merged(generation) for generation in zip(*parts, strict=True)]
     trainer.train()
     after = selftest.weights(trainer)
     assert largest_difference(before, after) > 1e-3
-    assert largest_difference(after, policy(out, name)) < 1e-5
+    assert largest_difference(after, policy(out, name)) < 1e-6

@@ -6,7 +6,7 @@ from launching import command_of, launch, results, run
 
 pytestmark = pytest.mark.distributed
 
-LAUNCHERS = ["ddp", "zero2", "zero3_cpu"]
+LAUNCHERS = ["ddp", "zero2", "zero3_cpu", "fsdp2"]
 
 
 @pytest.mark.parametrize("launcher", ["one", *LAUNCHERS])
@@ -40,3 +40,11 @@ def test_adapters_checkpointing_and_half_precision(launcher, tmp_path):
     for name in jobs:
         both = results(tmp_path, name)
         assert [result["failed"] for result in both] == [[], []], name
+
+
+def test_continuous_batching_in_half_precision_leaves_gradients_to_be_averaged(tmp_path):
+    """The policies go apart where the hooks by which DDP averages gradients are lost."""
+    small = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 128}
+    batching = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": small}
+    launch("ddp", tmp_path, {"task": "train", "name": "run", "max_steps": 2, "bf16": True, **batching})
+    assert [result["failed"] for result in results(tmp_path, "run")] == [[], []]

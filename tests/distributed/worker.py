@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -28,7 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 torch.set_num_threads(1)
 
-from trace_trl import selftest  # noqa: E402
+from trace_trl import checkpoints, selftest  # noqa: E402
 from trace_trl import trainer as trainer_module  # noqa: E402
 
 
@@ -183,6 +185,66 @@ def judged(out: Path, name: str, **options: Any) -> None:
     write(out, name, trainer, rewards=[leaf.leaf.rewards[0] for tree in trees for leaf in tree.leaves()])
 
 
+def own_disks(out: Path, name: str) -> None:
+    """Saves into a folder that both processes see, then each into one of its own, as on nodes that share no disk; and
+    goes on from the latter, where only the first process finds the head."""
+    first = make_trainer(out, "shared", None, max_steps=1, save_strategy="steps", save_steps=1)
+    first.train()
+    process = first.args.process_index
+    found = {"shared": sorted(os.listdir(out / "shared" / "checkpoint-1"))}
+    # accelerate calls the second process a main one if it is the first of its node
+    type(first.accelerator).is_local_main_process = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    second = make_trainer(out, f"own{process}", None, max_steps=1, save_strategy="steps", save_steps=1)
+    second.train()
+    path = out / f"own{process}" / "checkpoint-1"
+    found["own"] = sorted(os.listdir(path))
+    trained = selftest.fingerprint(second.predictor.state_dict())
+    with torch.no_grad():
+        second.predictor.output.bias += 1 + process
+    assert checkpoints.load_head(second.predictor, str(path))
+    found["heads"] = [trained, selftest.fingerprint(second.predictor.state_dict())]
+    (out / f"{name}.{process}.json").write_text(json.dumps(found))
+
+
+def resharded(out: Path, name: str) -> None:
+    """Looks, where vLLM's weights would be pushed, for parameters that FSDP2 left whole."""
+    trainer = make_trainer(out, name, None, max_steps=2)
+    whole = []
+    session = trainer._engine.generating
+
+    def looking():
+        parameters = trainer.model.named_parameters()
+        whole.append([name for name, parameter in parameters if not isinstance(parameter, DTensor)])
+        return session()
+
+    trainer._engine.generating = looking
+    trainer.train()
+    write(out, name, trainer, whole=whole)
+
+
+def noted(out: Path, name: str, **options: Any) -> None:
+    """Reads the states again that sampling had."""
+    trainer = make_trainer(out, name, [5, 4, 3, 5] * 4, max_steps=2, **options)
+    differences = []
+    values, forget = trainer.values, trainer.values.forget
+
+    def reading() -> None:
+        anchors = list(values._features)
+        read = values.hidden_states.read(
+            [anchor.history_ids() for anchor in anchors], [[anchor.history_length - 1] for anchor in anchors]
+        )
+        differences.extend(
+            (values._features[anchor] - states[0]).abs().max().item()
+            for anchor, states in zip(anchors, read, strict=True)
+            if anchor.depth
+        )
+        forget()
+
+    values.forget = reading
+    trainer.train()
+    write(out, name, trainer, differences=differences)
+
+
 class Broken(Exception):
     pass
 
@@ -208,18 +270,48 @@ def failing(out: Path, name: str) -> None:
         "prefixes": (trainer._engine, "predict"),
     }[name]
     setattr(owner, method, broken(getattr(owner, method)))
+    train_to_the_error(out, trainer)
+
+
+def mixed_prompts(out: Path, name: str) -> None:
+    """The second process is given strings, the first one messages."""
+    trainer = make_trainer(out, name, None, max_steps=1)
+
+    def collate(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**row, "prompt": row["prompt"][0]["content"]} for row in rows]
+
+    if trainer.args.process_index == 1:
+        trainer.data_collator = collate
+    train_to_the_error(out, trainer)
+
+
+def train_to_the_error(out: Path, trainer: Any) -> None:
     try:
         trainer.train()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        (out / f"error.{process}.json").write_text(json.dumps({"error": text, "time": time.time()}))
+        path = out / f"error.{trainer.args.process_index}.json"
+        path.write_text(json.dumps({"error": text, "time": time.time()}))
         time.sleep(1)  # the launcher ends both when the first has ended
         raise
 
 
 TASKS = {
     function.__name__: function
-    for function in (schedule, train, allocate, allotted, unlucky, judged, disagree, failing)
+    for function in (
+        schedule,
+        train,
+        allocate,
+        allotted,
+        unlucky,
+        judged,
+        disagree,
+        own_disks,
+        resharded,
+        noted,
+        failing,
+        mixed_prompts,
+    )
 }
 
 
@@ -228,6 +320,7 @@ def main() -> None:
     for job in json.loads(sys.argv[2]):
         TASKS[job.pop("task")](out, **job)
         gc.collect()
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

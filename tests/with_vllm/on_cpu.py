@@ -3,7 +3,8 @@ Lets vLLM run beside a trainer on a CPU, for tests and benchmarks. Import it bef
 
 vLLM's CPU build packs a linear layer's weights into a form that can't be loaded again, so no new weights would ever
 reach it: here they stay as they are. Models run eagerly and in float32, so that log-probs can be compared with the
-trainer's.
+trainer's. Processes that hold one engine between them talk through shared memory whose name is the same for every run
+on a machine, so that what a killed run left behind is in the next one's way: here each launch has a name of its own.
 """
 
 import functools
@@ -25,6 +26,7 @@ os.environ.update(
 
 import torch  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
+from vllm.distributed.device_communicators import cpu_communicator  # noqa: E402
 from vllm.model_executor.layers import utils as layers  # noqa: E402
 
 
@@ -35,6 +37,13 @@ def _keep_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
     layer.cpu_linear = torch.nn.functional.linear
 
 
+def _named_by_launch(communicator: cpu_communicator.CpuCommunicator) -> str:
+    ranks = "-".join(str(rank) for rank in communicator.ranks)
+    # All processes of a launch have one parent and meet at one port
+    return f"{os.getppid()}-{os.environ['MASTER_PORT']}-{communicator.unique_name}-[{ranks}]"
+
+
 layers.dispatch_cpu_unquantized_gemm = _keep_weights
+cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(_named_by_launch)
 # TRL offers no option for any of these
 vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ENGINE)

@@ -22,6 +22,7 @@ from launching import ROOT, command_of, family, free_port, kill, results, run  #
 HERE = Path(__file__).parent
 WORKER = HERE / "vllm_worker.py"
 START = 180  # seconds a server may take to start
+END = 20  # and to end
 
 
 def forget_processes() -> None:
@@ -30,15 +31,14 @@ def forget_processes() -> None:
         os.environ.pop(name, None)
 
 
-def launch(processes: int, out: Path, *jobs: dict[str, Any], timeout: float = 400) -> str:
+def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = 400) -> str:
     """Runs the worker on some jobs in one process or in two, to its end, and returns what it printed.
 
     Raises:
         AssertionError: if it fails, with the end of its output.
     """
     forget_processes()
-    command = command_of({1: "one", 2: "ddp"}[processes], str(WORKER), str(out), json.dumps(jobs))
-    return run(command, timeout)
+    return run(command_of(launcher, str(WORKER), str(out), json.dumps(jobs)), timeout)
 
 
 @contextlib.contextmanager
@@ -59,7 +59,16 @@ def server(log: Path, *options: str) -> Iterator[str]:
         wait_for(url, process, log)
         yield url
     finally:
-        kill(process, family(process) if process.poll() is None else [])
+        stop(process)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Asks a server to end, since a killed one leaves shared memory behind, and kills what is still there."""
+    everyone = family(process) if process.poll() is None else []
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END)
+    kill(process, everyone)
 
 
 def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:

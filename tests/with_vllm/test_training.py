@@ -1,5 +1,7 @@
 """Training on turns that vLLM samples: its log-probs are the trainer's, and its trees give the same losses."""
 
+from pathlib import Path
+
 import pytest
 from running import free_port, launch, results, server
 
@@ -25,16 +27,32 @@ def check(result, steps=20):
 
 @pytest.mark.parametrize("mode", ["continuous", "lockstep"])
 def test_one_process(mode, tmp_path):
-    launch(1, tmp_path, {"task": "train", "name": "run", "vllm_rollout_mode": mode})
+    launch("one", tmp_path, {"task": "train", "name": "run", "vllm_rollout_mode": mode})
     (result,) = results(tmp_path, "run")
     check(result)
 
 
-@pytest.mark.parametrize(("group", "mode"), [(1, "continuous"), (2, "continuous"), (2, "lockstep")])
-def test_two_processes(group, mode, tmp_path):
+@pytest.fixture
+def killed_run():
+    """The shared memory that a killed run of two processes with one engine leaves behind."""
+    left = [Path(f"/dev/shm/-tp:0-[0-1]-cpushm_{rank}") for rank in range(2)]
+    made = [path for path in left if not path.exists()]
+    for path in made:
+        path.touch()
+    yield
+    for path in made:
+        path.unlink()
+
+
+@pytest.mark.usefixtures("killed_run")
+@pytest.mark.parametrize(
+    ("launcher", "group", "mode"),
+    [("ddp", 1, "continuous"), ("ddp", 2, "continuous"), ("ddp", 2, "lockstep"), ("fsdp2", 1, "lockstep")],
+)
+def test_two_processes(launcher, group, mode, tmp_path):
     """With a group of 2, both hold one engine between them (tensor parallelism)."""
     options = {"vllm_tensor_parallel_size": group, "vllm_rollout_mode": mode}
-    launch(2, tmp_path, {"task": "train", "name": "run", **options})
+    launch(launcher, tmp_path, {"task": "train", "name": "run", **options})
     both = results(tmp_path, "run")
     assert len(both) == 2
     for result in both:
@@ -46,7 +64,7 @@ def test_server(processes, tmp_path):
     """Weights go to the server by a test's own way (gloo_weights.py): vLLM's needs NCCL."""
     with server(tmp_path / "server.log") as url:
         options = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
-        launch(processes, tmp_path, {"task": "train", "name": "run", **options})
+        launch({1: "one", 2: "ddp"}[processes], tmp_path, {"task": "train", "name": "run", **options})
     found = results(tmp_path, "run")
     assert len(found) == processes
     for result in found:

@@ -20,6 +20,7 @@ from typing import Any
 import gloo_weights
 import on_cpu
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from transformers import PrinterCallback, set_seed
 
@@ -132,6 +133,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     for job in json.loads(sys.argv[2]):
         TASKS[job.pop("task")](out, **job)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
