@@ -3,6 +3,7 @@ Trains a tiny policy in a world by many methods, at equal cost, and writes down 
 
     python benchmarks/equal_cost.py --out runs/equal_cost                    # the comparison
     python benchmarks/equal_cost.py --out runs/quick --suite quick           # ten minutes of it
+    python benchmarks/equal_cost.py --out runs/scarce --suite scarce         # where most tasks are out of reach
     python benchmarks/equal_cost.py --out runs/sweep --suite sweep           # learning rates
     python benchmarks/equal_cost.py --out runs/ablations --suite ablations
     python benchmarks/report.py runs/equal_cost                              # tables and plots
@@ -57,7 +58,12 @@ class Budget:
         return replace(self, steps=round(self.steps * fraction), tokens=round(self.tokens * fraction))
 
 
-BUDGETS = {"chain": Budget(192, 30, 50_000), "hops": Budget(192, 24, 48_000)}
+BUDGETS = {
+    "chain": Budget(192, 30, 50_000),
+    "hops": Budget(192, 24, 48_000),
+    # Twice as much: with little contrast, little is learned at first
+    "scarce_chain": Budget(192, 60, 100_000),
+}
 
 # What TRACEConfig is given; `trainer` and `values` are for worlds/training.py
 METHODS: dict[str, dict[str, Any]] = {
@@ -88,9 +94,11 @@ PREDICTOR = {"predictor_passes": 32, "predictor_buffer_size": 1024}
 
 # Learning rates that are tried, and for each method the one that is used; `--suite sweep` gives the evidence
 RATES = {"chain": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), "hops": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)}
+RATES["scarce_chain"] = RATES["chain"]
 BEST_RATES: dict[str, dict[str, float]] = {
     "chain": dict.fromkeys(METHODS, 2e-3) | dict.fromkeys(("grpo_trl", "grpo_tools", "grpo", "dapo", "pcl"), 4e-3),
     "hops": dict.fromkeys(METHODS, 1e-3),
+    "scarce_chain": dict.fromkeys(METHODS, 2e-3) | {"root_only": 4e-3},
 }
 
 ABLATIONS: list[dict[str, Any]] = [
@@ -179,7 +187,8 @@ def ablations(options: argparse.Namespace) -> list[Run]:
             best = BEST_RATES[world]["trace"]
             # The default at as many rates as what it is compared with
             around = [best / 2, best, best * 2]
-            for changed in ({}, *ABLATIONS):
+            wanted = [one for one in ABLATIONS if not options.ablate or one.keys() & set(options.ablate)]
+            for changed in ({}, *wanted):
                 swept = not changed or changed.keys() & set(SWEPT_ABLATIONS)
                 rates = around if swept else [best]
                 runs += [
@@ -189,10 +198,14 @@ def ablations(options: argparse.Namespace) -> list[Run]:
     return runs
 
 
+ORDINARY = ["chain", "hops"]
+SCARCE = ["grpo", "dapo", "pcl", "treepo", "uniform", "root_only", "trace", "trace_oracle", "trace_oracle_headroom"]
+
 # Name of a suite: its runs, and what is its own among the options
 SUITES: dict[str, tuple[Any, dict[str, Any]]] = {
     "full": (comparison, {"seeds": [0, 1, 2, 3, 4], "methods": [m for m in METHODS if m != "grpo_tools"]}),
     "quick": (comparison, {"seeds": [0, 1, 2, 3, 4], "methods": ["grpo", "trace"], "fraction": 0.5}),
+    "scarce": (comparison, {"seeds": [0, 1, 2, 3, 4], "methods": SCARCE, "worlds": ["scarce_chain"]}),
     "sweep": (sweep, {"seeds": [100, 101], "methods": [m for m in METHODS if not m.startswith("grpo_t")]}),
     "ablations": (ablations, {"seeds": [0, 1, 2], "methods": ["trace"]}),
 }
@@ -293,14 +306,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs' files")
     parser.add_argument("--suite", choices=list(SUITES), default="full")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS))
-    parser.add_argument("--worlds", nargs="+", choices=list(BUDGETS), default=list(BUDGETS))
+    parser.add_argument("--worlds", nargs="+", choices=list(BUDGETS))
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates of the sweep and of ablations")
+    names = sorted({name for changed in ABLATIONS for name in changed})
+    parser.add_argument("--ablate", nargs="+", choices=names, help="of the ablations, those of these options")
     parser.add_argument("--fraction", type=float, help="of the budget that each run spends")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     make_runs, defaults = SUITES[options.suite]
-    for name, value in {"fraction": 1.0, **defaults}.items():
+    for name, value in {"worlds": ORDINARY, "fraction": 1.0, **defaults}.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     words = [str(word) for word in (sys.argv[1:] if arguments is None else arguments)]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from equal_cost import BEST_RATES, BUDGETS, METHODS, PREDICTOR, prepare
+from equal_cost import BEST_RATES, BUDGETS, METHODS, ORDINARY, PREDICTOR, prepare
 from worlds import WORLDS
 from worlds.policy import RightPaths, load, success_chances
 from worlds.training import train
@@ -101,7 +101,7 @@ def measure(name: str, steps: int, sizes: Sequence[int], passes: int, seeds: Seq
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", nargs="+", choices=sorted(WORLDS), default=sorted(WORLDS))
+    parser.add_argument("--worlds", nargs="+", choices=sorted(WORLDS), default=ORDINARY)
     parser.add_argument("--steps", nargs="+", type=int, default=[0, 15], help="of TRACE that the policy has made")
     parser.add_argument("--prompts", nargs="+", type=int, default=[75, 300, 1200, 4800], help="that the head has seen")
     parser.add_argument("--passes", type=int, default=20 * PREDICTOR["predictor_passes"], help="mini-batches of 256")

@@ -3,8 +3,10 @@ Tables and plots of the runs that equal_cost.py has written.
 
     python benchmarks/report.py runs/equal_cost                       # writes docs/results.md and docs/results/
     python benchmarks/report.py runs/equal_cost --sweep runs/sweep    # learning rates chosen by runs of their own
+    python benchmarks/report.py runs/equal_cost --speed runs/step_speed.json    # with the seconds of step_speed.py
     python benchmarks/report.py runs/equal_cost --check               # prints what the claims come to
     python benchmarks/report.py runs/again --compare runs/equal_cost  # prints what lies within the other's spread
+    python benchmarks/report.py runs/quick --compare docs/results/quick.json    # within the published spread
 
 Runs of a world are compared at two points: at equal leaves, after the budget's steps, and at equal tokens, where they
 have sampled as many, those of discarded rollouts included. A run goes on until it has passed both. Between two steps
@@ -27,10 +29,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reporting.claims import CLAIMS, compare, judge_oracle, judge_seconds, verdicts
+from reporting.claims import CLAIMS, compare, judge_oracle, published, verdicts
 from reporting.numbers import Spread, Summary, summarise
 from reporting.plots import plot
-from reporting.runs import WARM_UP, Budget, load
+from reporting.runs import Budget, load
 from reporting.tables import (
     ablation_table,
     calibration_table,
@@ -62,11 +64,16 @@ def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], co
     words = [(claim, w, word, text) for w, of in summaries.items() for claim, word, text in verdicts(of)]
     parts += [markdown(["Claim", "World", "Verdict", "Medians"], sorted(words))]
 
+    def commands(summary: Summary, table: Callable[[Summary], str]) -> list[str]:
+        if table is seconds_table:
+            return [summary.numbers["speed"]["command"]]
+        return summary.commands if table is rates_table else summary.shown_commands
+
     def section(heading: str, text: str, table: Callable[[Summary], str], needs: str = "") -> None:
         chosen = [summary for summary in summaries.values() if summary.numbers.get(needs, not needs)]
         parts.extend([f"## {heading}", text] if chosen else [])
         for summary in chosen:
-            made = made_by(summary.commands if table is rates_table else summary.shown_commands, command)
+            made = made_by(commands(summary, table), command)
             parts.extend([f"### {heading}, {summary.world}", table(summary), made])
 
     section(
@@ -101,9 +108,9 @@ def render(summaries: dict[str, Summary], figures: dict[str, dict[str, str]], co
     )
     section(
         "Seconds of an optimizer step",
-        f"Of a run the median step, without the first {WARM_UP}. Seconds of a step include the generation.",
-        lambda summary: "\n\n".join([seconds_table(summary), seconds_text(summary)]),
-        "seconds",
+        "Of runs that took turns in one process, with the least and the most of them. A generation is part of a step.",
+        seconds_table,
+        "speed",
     )
     section(
         "Budget by chance of success",
@@ -126,10 +133,22 @@ def gap_text(summary: Summary) -> str:
     return f"Effective ratio, (TRACE - uniform) / (exact values - uniform): {judge_oracle(summary)[1]}."
 
 
-def seconds_text(summary: Summary) -> str:
-    if "seconds_to_trl" not in summary.numbers:
-        return "No runs to compare TRACE with TRL's trainer."
-    return f"A step of TRACE takes {judge_seconds(summary)[1]}, of one of TRL's trainer."
+def add_speed(summaries: dict[str, Summary], found: dict[str, Any]) -> None:
+    """Adds what step_speed.py has written to the numbers of the worlds.
+
+    Raises:
+        ValueError: if its steps have other numbers of leaves.
+    """
+    for world, summary in summaries.items():
+        speed = found["summary"].get(world)
+        if speed is None:
+            continue
+        if speed["leaves"] != summary.budget.leaves:
+            raise ValueError(
+                f"The seconds of {world} are those of {speed['leaves']} leaves a step, its runs have "
+                f"{summary.budget.leaves}: measure them with `--leaves {summary.budget.leaves}`."
+            )
+        summary.numbers["speed"] = {**speed, "command": found["command"]}
 
 
 def write_page(path: Path, content: str) -> None:
@@ -157,7 +176,8 @@ def as_json(value: Any) -> Any:
         return [as_json(entry) for entry in value]
     if isinstance(value, Summary):
         rates = {c.title: {"scores": c.scores, "best": c.best, "edge": c.edge} for c in value.choices}
-        shown = {"budget": value.budget, "learning_rates": rates, "main": value.main, "notes": value.notes}
+        shown = {"budget": value.budget, "learning_rates": rates, "rates": value.rates, "main": value.main}
+        shown["notes"] = value.notes
         claims = {claim: {"verdict": word, "numbers": text} for claim, word, text in verdicts(value)}
         return as_json(shown | value.numbers | {"claims": claims})
     if isinstance(value, Budget):
@@ -171,10 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Tables and plots of the runs of equal_cost.py.")
     parser.add_argument("folders", nargs="+", type=Path, help="Directories of runs.")
     parser.add_argument("--sweep", nargs="+", type=Path, default=[], help="Directories that learning rates come from.")
+    parser.add_argument("--speed", type=Path, help="File of step_speed.py, for the seconds of a step.")
     parser.add_argument("--page", type=Path, help="docs/results.md by default, none with --check or --compare.")
     parser.add_argument("--plots", type=Path, help="Directory; by default beside the page, with its name.")
     parser.add_argument("--check", action="store_true", help="Print what the claims come to.")
-    parser.add_argument("--compare", nargs="+", type=Path, help="Directories whose spread the numbers should keep.")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        type=Path,
+        help="Directories, or a file of --json, whose spread the numbers should keep.",
+    )
     parser.add_argument("--json", type=Path, help="File for all numbers.")
     args = parser.parse_args(arguments)
     runs, incomplete = load(args.folders)
@@ -186,6 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.sweep:
         print(f"Of the sweep: {len(swept)}.")
     summaries = summarise(runs, swept)
+    if args.speed:
+        try:
+            add_speed(summaries, json.loads(args.speed.read_text()))
+        except ValueError as error:
+            parser.error(str(error))
     for world, summary in summaries.items():
         lines = [f"{world}: {note}" for note in summary.notes]
         if args.check:
@@ -193,7 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in lines:
             print(line)
     if args.compare:
-        print(*compare(summaries, summarise(load(args.compare)[0])), sep="\n")
+        is_file = args.compare[0].is_file()
+        others = published(args.compare[0]) if is_file else summarise(load(args.compare)[0])
+        print(*compare(summaries, others), sep="\n")
     if args.json:
         args.json.write_text(json.dumps(as_json(summaries), indent=1) + "\n")
     page = args.page or (None if args.check or args.compare else ROOT / "docs" / "results.md")
@@ -203,6 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "python benchmarks/report.py",
         *map(shown, args.folders),
         *(["--sweep", *map(shown, args.sweep)] if args.sweep else []),
+        *(["--speed", shown(args.speed)] if args.speed else []),
         *(["--page", shown(page)] if args.page else []),
     ]
     plots = args.plots or page.with_suffix("")

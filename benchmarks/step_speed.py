@@ -22,7 +22,9 @@ import itertools
 import json
 import multiprocessing
 import os
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -86,11 +88,13 @@ class Stopwatch:
 def split(record: dict[str, Any], watched: dict[str, float]) -> dict[str, float]:
     """Parts of a step, from its record (worlds/training.py) and the stopwatch."""
     reading, learning = record.get("seconds_by_stage", {}).get("predictor", 0.0), watched.get("learning", 0.0)
+    # What the benchmark itself looks up of a generation is no part of a step's seconds
+    rollout = watched["rollout"] - record.get("seconds_measuring", 0.0)
     return {
         "sampling": watched["sampling"],
         "predictor": reading + learning,
-        "rest of rollout": watched["rollout"] - watched["sampling"] - reading,
-        "training": record["seconds"] - watched["rollout"] - learning,
+        "rest of rollout": rollout - watched["sampling"] - reading,
+        "training": record["seconds"] - rollout - learning,
     }
 
 
@@ -127,7 +131,10 @@ def measure(world: str, method: str, repeat: int, steps: int, leaves: int | None
         repeat,
         budget.leaves,
         [record["seconds"] for record in records],
-        [end - start for start, end in itertools.pairwise(ends)][1:],
+        [
+            end - start - record["seconds_measuring"]
+            for (start, end), record in zip(list(itertools.pairwise(ends))[1:], records, strict=True)
+        ],
         {part: [found[part] for found in parts] for part in PARTS},
     )
 
@@ -157,8 +164,8 @@ def spread(numbers: Sequence[float]) -> dict[str, float]:
 
 def summarise(timings: Sequence[Timing]) -> dict[str, Any]:
     """
-    Of every world, `methods`: seconds of a step, of a leaf, of the parts of a step; `ratios`: of the steps of every
-    method to those of each baseline, repeat by repeat; `cpu_ratios`: the same of CPU seconds.
+    Of every world, `leaves` of a step; `methods`: seconds of a step, of a leaf, of the parts of a step; `ratios`: of
+    the steps of every method to those of each baseline, repeat by repeat; `cpu_ratios`: the same of CPU seconds.
 
     A run counts by the median of its steps, so that one that was held up does not.
     """
@@ -197,7 +204,8 @@ def summarise(timings: Sequence[Timing]) -> dict[str, Any]:
             }
             for of in (step, cpu)
         )
-        worlds[world] = {"methods": methods, "ratios": ratios, "cpu_ratios": cpu_ratios}
+        leaves = next(timing.leaves for timing in timings if timing.world == world)
+        worlds[world] = {"leaves": leaves, "methods": methods, "ratios": ratios, "cpu_ratios": cpu_ratios}
     return worlds
 
 
@@ -220,12 +228,14 @@ def show(summary: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for all times")
-    parser.add_argument("--worlds", nargs="+", choices=list(equal_cost.BUDGETS), default=list(equal_cost.BUDGETS))
+    parser.add_argument("--worlds", nargs="+", choices=list(equal_cost.BUDGETS), default=equal_cost.ORDINARY)
     parser.add_argument("--methods", nargs="+", choices=list(equal_cost.METHODS), default=list(METHODS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
     parser.add_argument("--leaves", type=int, help="of a step, instead of the benchmark's")
     options = parser.parse_args(arguments)
+    words = [str(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    command = shlex.join(["python", "benchmarks/step_speed.py", *words])
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
     timings: list[Timing] = []
@@ -234,7 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         summary = summarise(timings)
         if options.out is not None:  # after every run: what is there when it is stopped early can be used
             runs = [asdict(timing) for timing in timings]
-            options.out.write_text(json.dumps({"summary": summary, "runs": runs}, indent=1) + "\n")
+            found = {"command": command, "summary": summary, "runs": runs}
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(
         f"\nMedians of {options.repeats} runs of {options.steps} steps; ratios with the least and the most of them\n"
     )

@@ -209,6 +209,7 @@ def main() -> None:
             trainer.train()
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             tell(trainer, seed=seed, event="finished", seconds=clock.seconds, memory=memory)
+    trainer.end()
 
 
 if __name__ == "__main__":

@@ -33,12 +33,14 @@ if not torch.cuda.is_available():
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "with_vllm"))
     import on_cpu  # noqa: F401
 
+from accelerate import PartialState  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from engine_overhead import make_tokenizer  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed  # noqa: E402
+from transformers import set_seed  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality  # noqa: E402
+from worlds.policy import make_model  # noqa: E402
 
 from trace_trl import StepResult, TRACEConfig, TRACETrainer  # noqa: E402
 from trace_trl.tree_log import tree_to_dict  # noqa: E402
@@ -100,20 +102,7 @@ def speak(thought: int, ending: str) -> None:
 
 def save_model(folder: str, hidden_size: int, layers: int) -> str:
     set_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(TOKENIZER),
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 32,
-        head_dim=32,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=TOKENIZER.eos_token_id,
-        pad_token_id=TOKENIZER.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
+    model = make_model(TOKENIZER, hidden_size, layers, positions=8192)
     model.generation_config.eos_token_id = TOKENIZER.eos_token_id
     model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
@@ -248,14 +237,15 @@ def exactness(options: argparse.Namespace, folder: str) -> None:
     print("20 steps of the chain world in float32; largest differences\n")
     print(f"{'vLLM':<32}{'log-probs':>11}{'advantages':>12}{'losses':>10}")
     worst = 0.0
-    for number, (name, processes, serves, job) in enumerate(
+    for number, (name, launcher, serves, job) in enumerate(
         (
-            ("one process, lock-step", 1, False, {"vllm_rollout_mode": "lockstep"}),
-            ("one process, continuous", 1, False, {"vllm_rollout_mode": "continuous"}),
-            ("two processes, TP = 1", 2, False, {"vllm_tensor_parallel_size": 1}),
-            ("two processes, TP = 2", 2, False, {"vllm_tensor_parallel_size": 2}),
-            ("one process, server (gloo)", 1, True, {"vllm_mode": "server"}),
-            ("two processes, server (gloo)", 2, True, {"vllm_mode": "server"}),
+            ("one process, lock-step", "one", False, {"vllm_rollout_mode": "lockstep"}),
+            ("one process, continuous", "one", False, {"vllm_rollout_mode": "continuous"}),
+            ("two processes, TP = 1", "ddp", False, {"vllm_tensor_parallel_size": 1}),
+            ("two processes, TP = 2", "ddp", False, {"vllm_tensor_parallel_size": 2}),
+            ("two processes, FSDP2", "fsdp2", False, {}),
+            ("one process, server (gloo)", "one", True, {"vllm_mode": "server"}),
+            ("two processes, server (gloo)", "ddp", True, {"vllm_mode": "server"}),
         )
     ):
         out = Path(folder) / str(number)
@@ -263,7 +253,7 @@ def exactness(options: argparse.Namespace, folder: str) -> None:
         with server(out / "server.log") if serves else contextlib.nullcontext() as url:
             if serves:
                 job |= {"vllm_server_base_url": url, "vllm_group_port": free_port()}
-            launch(processes, out, {"task": "train", "name": "run", **job}, timeout=1200)
+            launch(launcher, out, {"task": "train", "name": "run", **job}, timeout=1200)
         found = results(out, "run")
         logprobs = max(entry["sampling/sampling_logp_difference/max"] for r in found for entry in r["logs"])
         advantages = max(difference for r in found for difference in r["advantages"])
@@ -531,6 +521,7 @@ def main() -> None:
         {"exactness": exactness, "prefill": prefill, "continuous": continuous, "tool_loop": tool_loop}[options.what](
             options, folder
         )
+    PartialState().destroy_process_group()  # vLLM's
 
 
 if __name__ == "__main__":

@@ -243,6 +243,10 @@ class Summary:
     def shown_commands(self) -> list[str]:
         return commands_of(run for runs in self.runs.values() for run in runs) or self.commands
 
+    @property
+    def rates(self) -> dict[str, float]:
+        return {method: runs[0].learning_rate for method, runs in self.runs.items()}
+
     def medians(self, measure: str, *methods: str) -> dict[str, float]:
         return {method: self.main[method][measure].median for method in methods}
 
@@ -270,14 +274,6 @@ def summarise_world(world: str, every: list[Run], sweep: list[Run]) -> Summary:
     main = {method: measures(found, budget) for method, found in runs.items()}
     numbers: dict[str, Any] = {
         "calibration": calibration(runs.get("trace", []), budget.steps),
-        "seconds": {
-            method: {
-                "step": by_seed(runs[method], Run.seconds, False),
-                "leaf": by_seed(runs[method], Run.seconds, True),
-            }
-            for method in ("grpo_trl", "grpo", "trace")
-            if method in runs
-        },
         "success_by_level": {},
         "budget_by_chance": budget_by_chance(runs, budget),
         "ablations": ablations(choices),
@@ -305,8 +301,6 @@ def summarise_world(world: str, every: list[Run], sweep: list[Run]) -> Summary:
         ratios = [main[method]["effective_ratio"] for method in ("trace", "uniform", "trace_oracle")]
         numbers["gap_closed"] = share_of_gap(*(spread.median for spread in ratios))
         numbers["gap_closed_by_seed"] = paired(share_of_gap, *ratios)
-    if {"trace", "grpo_trl"} <= runs.keys():
-        numbers["seconds_to_trl"] = paired(divide, *(numbers["seconds"][m]["step"] for m in ("trace", "grpo_trl")))
     commands = commands_of([*sweep, *every])
     return Summary(world, budget, choices, runs, main, numbers, notes(plain, runs, budget), commands)
 

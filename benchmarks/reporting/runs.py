@@ -16,7 +16,6 @@ import numpy as np
 from trace_trl.metrics import auroc, brier_score, expected_calibration_error
 
 
-WARM_UP = 2  # steps that the wall clock leaves out
 SCORERS = {"brier": brier_score, "ece": expected_calibration_error, "auroc": auroc}
 
 Options = tuple[tuple[str, str], ...]
@@ -80,12 +79,6 @@ class Run:
                 share = (success - before["success"]) / (after["success"] - before["success"])
                 return before["tokens"] + share * (after["tokens"] - before["tokens"])
         return math.inf
-
-    def seconds(self, per_leaf: bool) -> float:
-        """Of the median optimizer step."""
-        steps = [pair for pair in pairwise(self.records) if pair[1]["step"] > WARM_UP]
-        times = [after["seconds"] / (self.budget.leaves if per_leaf else 1) for _, after in steps]
-        return statistics.median(times) if times else math.nan
 
     def predictions(self, first: int, last: int) -> list[tuple[int, float, int]]:
         """Depth, predicted value and outcome of every anchor of these steps' bare rollouts."""

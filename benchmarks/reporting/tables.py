@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .claims import TRL_TRAINERS
 from .numbers import LEVELS, MEASURES, SCORES, TITLES, Spread, Summary, chance_bins, number, value_order
 
 
@@ -59,10 +60,22 @@ def calibration_table(summary: Summary) -> str:
 
 
 def seconds_table(summary: Summary) -> str:
-    def cells(found: dict[str, Spread]) -> list[str]:
-        return [str(len(found["step"])), found["step"].show(2), found["leaf"].show(4)]
+    def spread(found: dict[str, float], scale: float = 1.0) -> str:
+        median, least, most = (f"{scale * found[name]:.2f}" for name in ("median", "least", "most"))
+        return f"{median} [{least}..{most}]"
 
-    return by_method(["Seeds", "Seconds per step", "Seconds per leaf"], summary.numbers["seconds"], cells)
+    methods = summary.numbers["speed"]["methods"]
+    parts = list(next(iter(methods.values()))["parts"])
+    head = ["Method", "Seconds per step", "Milliseconds per leaf", *(f"Of it {part}" for part in parts)]
+    rows = [
+        [
+            TRL_TRAINERS.get(method, TITLES.get(method, method)),
+            *(spread(found["step"]), spread(found["leaf"], 1000)),
+            *(f"{found['parts'][part]:.2f}" for part in parts),
+        ]
+        for method, found in methods.items()
+    ]
+    return markdown(head, rows)
 
 
 def chances_table(summary: Summary) -> str:

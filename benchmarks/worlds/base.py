@@ -25,6 +25,7 @@ class World(ABC):
 
     Attributes:
         name (`str`): of the world.
+        policy (`str`): folder of its warm-started policy, which several worlds may train.
         words (`list[str]`): its vocabulary.
         end (`str`): the word that ends a turn.
         turn_tokens (`int`): tokens of a turn, that word included.
@@ -32,6 +33,7 @@ class World(ABC):
     """
 
     name: ClassVar[str]
+    policy: ClassVar[str]
     words: ClassVar[list[str]]
     end: ClassVar[str]
     turn_tokens: ClassVar[int]
@@ -39,7 +41,7 @@ class World(ABC):
 
     @property
     def warm_start(self) -> Path:
-        return WARM_STARTS / self.name
+        return WARM_STARTS / self.policy
 
     @abstractmethod
     def row(self, draw: random.Random) -> dict[str, Any]:

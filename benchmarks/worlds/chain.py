@@ -25,10 +25,11 @@ NEIGHBOURS = 20  # the symbols of a prompt are about as hard as each other: prom
 KNOWN = (0.05, 0.95)  # how often demonstrations are right about the hardest and the easiest symbol
 # How often what they say instead is the same wrong answer: else to be surer of everything would be enough to succeed
 MISTAKEN = 0.8
+HARD = 0.8  # share of the scarce world's tasks that are made of the hardest symbols
 
 
 class Chain(World):
-    name = "chain"
+    name = policy = "chain"
     words = [
         *(";", "."),
         *(f"s{i:03}" for i in range(SYMBOLS)),
@@ -48,7 +49,9 @@ class Chain(World):
         self.known = {symbol: low + (high - low) * i / (SYMBOLS - 1) for i, symbol in enumerate(self.symbols)}
 
     def row(self, draw: random.Random) -> dict[str, Any]:
-        start = draw.randrange(SYMBOLS - NEIGHBOURS + 1)
+        return self._task(draw.randrange(SYMBOLS - NEIGHBOURS + 1), draw)
+
+    def _task(self, start: int, draw: random.Random) -> dict[str, Any]:
         symbols = draw.choices(self.symbols[start : start + NEIGHBOURS], k=draw.choice(LENGTHS))
         return {"prompt": f"{' '.join(symbols)} ; {symbols[0]}", "symbols": symbols}
 
@@ -76,3 +79,12 @@ class Chain(World):
         if draw.random() < self.known[symbol]:
             return self.answers[symbol]
         return self.mistakes[symbol] if draw.random() < MISTAKEN else f"a{draw.randrange(ANSWERS):02}"
+
+
+class ScarceChain(Chain):
+    """Chain where four tasks in five are of the hardest symbols: of almost all rollouts of those, none succeeds."""
+
+    name = "scarce_chain"
+
+    def row(self, draw: random.Random) -> dict[str, Any]:
+        return self._task(0, draw) if draw.random() < HARD else super().row(draw)

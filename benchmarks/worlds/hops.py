@@ -29,7 +29,7 @@ _CALL = re.compile(r"(search|answer)\[\s*(\S+)")
 
 
 class Hops(World):
-    name = "hops"
+    name = policy = "hops"
     words = ["of", "?", "search[", "answer[", "]", "nothing", *RELATIONS, *(f"n{i:02}" for i in range(NAMES))]
     end = "]"
     turn_tokens = 3

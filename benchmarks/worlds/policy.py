@@ -27,7 +27,8 @@ def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: Any, hidden_size: int, layers: int) -> Qwen3ForCausalLM:
+def make_model(tokenizer: Any, hidden_size: int, layers: int, positions: int = 256) -> Qwen3ForCausalLM:
+    """A Qwen3 with random weights, for so many `positions`."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -37,7 +38,7 @@ def make_model(tokenizer: Any, hidden_size: int, layers: int) -> Qwen3ForCausalL
             num_attention_heads=hidden_size // 32,
             num_key_value_heads=hidden_size // 32,
             head_dim=32,
-            max_position_embeddings=256,
+            max_position_embeddings=positions,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

@@ -46,7 +46,7 @@ ANSWERS = {"hops": r"answer\[ n\d+ "}
 
 def response_template(world: World) -> dict[str, Any]:
     """Takes a whole turn for a call of `act` unless it is an answer."""
-    answer = f"(?!{ANSWERS[world.name]})" if world.name in ANSWERS else ""
+    answer = f"(?!{ANSWERS[world.policy]})" if world.policy in ANSWERS else ""
     return {
         "defaults": {"role": "assistant"},
         "start_anchor_pattern": r"\Z",  # nothing of a turn is in the prompt

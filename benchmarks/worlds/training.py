@@ -136,7 +136,8 @@ class Meter(TrainerCallback):
         self.tokens += self.generation["sampled_tokens"]
         self.leaves += self.budget.leaves + self.generation["discarded_leaves"]
         record = {"step": state.global_step, "tokens": self.tokens, "leaves": self.leaves}
-        self.write({**record, "seconds": seconds, **self.generation, **self.success(model)})
+        times = {"seconds": seconds, "seconds_measuring": self.spent_measuring}
+        self.write({**record, **times, **self.generation, **self.success(model)})
         spent = state.global_step >= self.budget.steps and self.tokens >= self.budget.tokens
         control.should_training_stop = control.should_training_stop or spent
 

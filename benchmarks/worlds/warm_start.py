@@ -79,7 +79,7 @@ def train(world: World, batches: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", nargs="+", choices=sorted(WORLDS), default=sorted(WORLDS))
+    parser.add_argument("--worlds", nargs="+", choices=sorted(SIZES), default=sorted(SIZES))
     parser.add_argument("--batches", type=int, help="instead of each world's own number")
     options = parser.parse_args()
     torch.set_num_threads(1)  # more are slower on models as small as these
