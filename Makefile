@@ -70,13 +70,14 @@ style: setup ## Fix lint and format
 benchmark: setup ## Measure the engine's own time
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/python benchmarks/engine_overhead.py $(BENCHMARK_ARGS)
 
-compare: setup ## Train all methods in both worlds at equal cost, 1 to 2 hours on two cores
+compare: setup ## Train all methods in both worlds at equal cost, an hour on two free cores
 	$(BIN)/python benchmarks/equal_cost.py --out runs/equal_cost $(BENCHMARK_ARGS)
 	$(BIN)/python benchmarks/report.py runs/equal_cost --page runs/equal_cost/results.md --plots runs/equal_cost/plots
 
-compare-quick: setup ## The same, two methods and half the budget
+compare-quick: setup ## The same, two methods and half the budget, beside the published numbers
 	$(BIN)/python benchmarks/equal_cost.py --out runs/quick --suite quick $(BENCHMARK_ARGS)
-	$(BIN)/python benchmarks/report.py runs/quick --page runs/quick/results.md --plots runs/quick/plots
+	$(BIN)/python benchmarks/report.py runs/quick --page runs/quick/results.md --plots runs/quick/plots \
+		--compare docs/results/quick.json
 
 clean: ## Remove build results and caches; environments and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -292,6 +292,7 @@ def main() -> None:
         print(f"success  {task.reward_name} of at least {args.success_threshold:g}")
         print(f"results  {folder / 'results.json'}")
         print(f"took     {time.perf_counter() - started:.0f} s")
+    trainer.end()
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -99,6 +99,7 @@ def main(script_args: BFCLScriptArguments, training_args: TRACEConfig, model_arg
         env_step=task.env_step,
     )
     train_and_evaluate(trainer, task)
+    trainer.end()
 
 
 if __name__ == "__main__":

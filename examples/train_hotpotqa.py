@@ -87,6 +87,7 @@ def main(script_args: HotpotQAScriptArguments, training_args: TRACEConfig, model
         env_step=task.env_step,
     )
     train_and_evaluate(trainer, task)
+    trainer.end()
 
 
 if __name__ == "__main__":
