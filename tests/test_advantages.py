@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
+from leaves import elsewhere, moved
 from trace_trl.advantages import (
     ESTIMATORS,
     SCALES,
@@ -21,7 +22,7 @@ from trace_trl.advantages import (
     reward_statistics,
     row_weights,
 )
-from trace_trl.tree import Leaf, RemoteChild, RolloutTree
+from trace_trl.tree import Leaf, RolloutTree
 
 
 EPS = 1e-4
@@ -147,7 +148,7 @@ def brute_force(tree, turn, estimator, scale, batch_std):
 @settings(deadline=None, database=None, max_examples=40)
 def test_estimators_against_brute_force(estimator, scale, spec, remote):
     tree = grow(spec)
-    tree.remote = [RemoteChild(tuple(rewards), None) for rewards in remote]
+    tree.remote = [elsewhere(rewards) for rewards in remote]
     compute_advantages([tree], estimator=estimator, scale=scale, batch_std=0.7)
     for turn in tree.turns():
         expected = brute_force(tree, turn, estimator, scale, 0.7)
@@ -363,9 +364,7 @@ def test_a_prompt_on_two_processes_equals_one_tree(estimator, scale, spec, data)
     cut = data.draw(st.integers(0, len(spec)))
     parts = [grow(spec[:cut]), grow(spec[cut:])]
     for part, other in zip(parts, reversed(parts), strict=True):
-        part.remote = [
-            RemoteChild(tuple(leaf.leaf.reward for leaf in child.leaves()), None) for child in other.root.children
-        ]
+        part.remote = [moved(child) for child in other.root.children]
     options = {"estimator": estimator, "scale": scale, "batch_std": 0.3}
     expected = advantages_of(whole, **options)
     actual = [value for part in parts for value in advantages_of(part, **options)]

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from betas import moment
+from leaves import elsewhere, scored
 from trace_trl.allocation import SURE, allocate_prefixes, allocate_roots
 from trace_trl.predictor import PredictorTrainer, SuccessPredictor
-from trace_trl.tree import Leaf, RemoteChild, RolloutTree
+from trace_trl.tree import RolloutTree
 
 
 def beta(value, certainty):
@@ -118,10 +119,10 @@ def grow(rewards_by_child):
     for rewards in rewards_by_child:
         child = tree.add_turn(tree.root, [2])
         if len(rewards) == 1:
-            child.leaf = Leaf(reward=rewards[0])
+            child.leaf = scored(rewards[0])
         else:
             for reward in rewards:
-                tree.add_turn(child, [3], leaf=Leaf(reward=reward))
+                tree.add_turn(child, [3], leaf=scored(reward))
     return tree
 
 
@@ -137,7 +138,7 @@ def test_target_variance_right_values():
     tree.backup()
     assert tree.root.target_variance == 0.0 and tree.root.children[0].target_variance is None
     # Another process played one more
-    tree.remote = [RemoteChild((0.0, 1.0), 0.5), RemoteChild((math.nan,), None)]
+    tree.remote = [elsewhere([0.0, 1.0], 0.5), elsewhere([math.nan])]
     tree.backup()
     assert tree.root.target_variance == pytest.approx(2 / 6)
     for rewards, expected in (([[1.0]], None), ([[1.0], [1.0]], 0.0), ([[1.0], [math.nan]], None)):

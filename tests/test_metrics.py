@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leaves import elsewhere, scored
 from trace_trl.metrics import (
     auroc,
     brier_score,
@@ -16,7 +17,7 @@ from trace_trl.metrics import (
     mixed_anchor_counts,
     mixed_anchor_ratio,
 )
-from trace_trl.tree import Leaf, RemoteChild, RolloutTree
+from trace_trl.tree import RolloutTree
 
 
 # A tree is a nested list: a list is a turn and its children, a number a turn that ended its episode with that reward.
@@ -26,16 +27,16 @@ SPECS = st.lists(
 )
 
 
-def grow(spec, remote=()):
+def grow(spec, remote=(), threshold=0.5):
     tree = RolloutTree.from_prompt("prompt", [1])
-    tree.remote = [RemoteChild(tuple(rewards), None) for rewards in remote]
+    tree.remote = [elsewhere(rewards, threshold=threshold) for rewards in remote]
 
     def add(parent, children):
         for child in children:
             if isinstance(child, list):
                 add(tree.add_turn(parent, [1]), child)
             else:
-                tree.add_turn(parent, [1], leaf=Leaf(reward=child))
+                tree.add_turn(parent, [1], leaf=scored(child, threshold))
 
     add(tree.root, spec)
     return tree
@@ -44,7 +45,7 @@ def grow(spec, remote=()):
 def test_effective_needs_both_outcomes():
     assert effective(grow([[0.0, 1.0], 1.0]))
     assert not effective(grow([[0.0, 0.4], 0.0]))
-    assert effective(grow([[0.0, 0.4], 0.0]), success_threshold=0.3)
+    assert effective(grow([[0.0, 0.4], 0.0], threshold=0.3))
     assert not effective(grow([1.0, 1.0]))
     assert not effective(grow([1.0]))
     assert not effective(grow([]))
@@ -60,7 +61,7 @@ def test_case_17_unscored_leaves_are_neither_success_nor_failure():
 def test_effective_sees_other_processes():
     assert effective(grow([1.0], remote=[[0.0, math.nan]]))
     assert not effective(grow([1.0], remote=[[1.0, 0.6]]))
-    assert effective(grow([1.0], remote=[[1.0, 0.6]]), success_threshold=0.7)
+    assert effective(grow([1.0], remote=[[1.0, 0.6]], threshold=0.7))
 
 
 @pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9, 0.95])
@@ -69,12 +70,12 @@ def test_a_reward_at_the_threshold_is_a_success_in_single_precision_too(threshol
     single = np.float32(threshold)
     below = float(np.nextafter(single, np.float32(0)))
     for reward in (threshold, float(single)):
-        assert effective(grow([reward, below]), success_threshold=threshold)
-        assert effective(grow([below], remote=[[reward]]), success_threshold=threshold)
-        assert not effective(grow([reward], remote=[[threshold]]), success_threshold=threshold)
+        assert effective(grow([reward, below], threshold=threshold))
+        assert effective(grow([below], remote=[[reward]], threshold=threshold))
+        assert not effective(grow([reward], remote=[[threshold]], threshold=threshold))
 
 
-def test_written_success_goes_before_the_threshold():
+def test_what_the_leaf_says_is_a_success_whatever_its_reward():
     tree = grow([0.9, 1.0])
     tree.leaves()[0].leaf.success = False
     assert effective(tree)

@@ -16,12 +16,13 @@ from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from leaves import elsewhere, scored
 from toys import few_words, make_model, make_tokenizer, make_trainer, usual
 from trace_trl import StepResult
 from trace_trl.generation import is_random_in_training
 from trace_trl.metrics import auroc, brier_score, expected_calibration_error
 from trace_trl.predictor import AnchorBuffer, HiddenStates, PredictorTrainer, SuccessPredictor, decoder_of
-from trace_trl.tree import Leaf, RemoteChild, RolloutTree
+from trace_trl.tree import RolloutTree
 
 
 TOKENIZER = make_tokenizer()
@@ -611,10 +612,10 @@ def test_outcomes_on_other_processes_are_judged_by_the_threshold(tmp_path, monke
     trainer = predicting_trainer(tmp_path, success_threshold=0.9)
     tree = RolloutTree.from_prompt("prompt", [1])
     for _ in range(2):
-        tree.add_turn(tree.root, [1], leaf=Leaf(reward=0.6, success=False))
+        tree.add_turn(tree.root, [1], leaf=scored(0.6, threshold=0.9))
 
     def share(trees, *process):
-        trees[0].remote = [RemoteChild((0.6,), 0.0), RemoteChild((0.6,), 0.0)]
+        trees[0].remote = [elsewhere([0.6], 0.0, threshold=0.9)] * 2
 
     monkeypatch.setattr("trace_trl.trainer.share_roots", share)
     trainer._share_roots([tree])

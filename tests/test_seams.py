@@ -2,11 +2,13 @@
 
 import ast
 import inspect
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-import trl
 from transformers.trainer import Trainer
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
@@ -123,19 +125,60 @@ def test_method_that_asks_for_something_else_fails_with_a_sentence(monkeypatch, 
         seams.check_trl()
 
 
-@pytest.mark.parametrize("version", ["1.15.3", "1.17.0", "2.0.0"])
-def test_foreign_version_fails_with_a_sentence(monkeypatch, tmp_path, version):
-    monkeypatch.setattr(trl, "__version__", version)
-    with pytest.raises(ImportError) as error:
-        TRACETrainer(make_model(), length_reward, make_config(tmp_path), string_dataset())
-    assert f"{version} is installed" in str(error.value)
-    assert "pip install 'trl>=1.16.0,<1.17.0'" in str(error.value)
+def import_beside(folder, version, body):
+    """Imports the package where another TRL lies before the installed one, in a process of its own."""
+    (folder / "trl").mkdir()
+    (folder / "trl" / "__init__.py").write_text(body)
+    (folder / f"trl-{version}.dist-info").mkdir()
+    (folder / f"trl-{version}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: trl\nVersion: {version}\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE.parent)])}
+    command = [sys.executable, "-c", "from trace_trl import TRACEConfig, TRACETrainer"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("version", ["1.16.0", "1.16.4"])
-def test_supported_versions_pass(monkeypatch, version):
-    monkeypatch.setattr(trl, "__version__", version)
-    seams.check_trl()
+@pytest.mark.parametrize("version", ["1.15.3", "1.17.0.dev0", "2.0.0"])
+def test_a_foreign_version_fails_with_a_sentence_whatever_is_missing_in_it(tmp_path, version):
+    """TRL of another minor release, also a development version of the next, that has none of the private names."""
+    last = import_beside(tmp_path, version, "")
+    assert f"supports trl<1.17,>=1.16, but {version} is installed: run `pip install 'trl" in last
+
+
+def test_a_supported_version_that_lacks_a_private_name_fails_with_a_sentence(tmp_path):
+    last = import_beside(tmp_path, "1.16.9", "class GRPOConfig: ...\nclass GRPOTrainer: ...")
+    assert "trl 1.16.9 lacks what trace_trl was built against" in last and "pip install" in last
+
+
+@pytest.mark.parametrize(
+    "version, supported",
+    [
+        ("1.16.0", True),
+        ("1.16.4", True),
+        ("1.16.1rc1", True),
+        ("1.16.0.dev0", False),
+        ("1.17.0.dev0", False),
+        ("1.17.0", False),
+    ],
+)
+def test_supported_versions(monkeypatch, version, supported):
+    monkeypatch.setattr(seams.importlib.metadata, "version", lambda name: version)
+    if supported:
+        assert seams.check_version() == version
+    else:
+        with pytest.raises(ImportError, match=f"{version} is installed"):
+            seams.check_version()
+
+
+def test_nothing_of_trl_is_imported_elsewhere():
+    """Else an upgrade could fail before the version is looked at."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert path.name == "seams.py" or not any(name.partition(".")[0] == "trl" for name in names), path
 
 
 NAMES = (

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trace_trl.tree import Leaf, RemoteChild, RolloutTree, Turn
+from leaves import elsewhere, moved, scored
+from trace_trl.tree import Leaf, RolloutTree, Turn, is_success
 
 
 # A tree is a nested list: a list is a turn and its children, a number a turn that ended its episode with that reward.
@@ -26,8 +27,7 @@ def grow(spec, threshold=0.5):
             if isinstance(child, list):
                 add(tree.add_turn(parent, [4], [5]), child)
             else:
-                success = None if math.isnan(child) else child >= threshold
-                tree.add_turn(parent, [4], leaf=Leaf(reward=child, success=success, rollout=next(rollouts)))
+                tree.add_turn(parent, [4], leaf=scored(child, threshold, rollout=next(rollouts)))
 
     add(tree.root, spec)
     return tree
@@ -77,7 +77,7 @@ def test_walks_and_their_order():
 
 def test_rewards_below_the_root_include_other_processes():
     tree, turns = method_tree()
-    tree.remote = [RemoteChild(rewards=(0.25, math.nan), target=0.0)]
+    tree.remote = [elsewhere([0.25, math.nan], target=0.0)]
     assert sorted(tree.rewards_below(tree.root)) == [0.0, 0.25, 1.0, 1.0]
     assert tree.rewards_below(turns["b1"]) == [1.0]
 
@@ -204,10 +204,7 @@ def test_backup_of_a_prompt_that_spans_processes(mode, spec, data):
     whole.backup(mode)
     cut = data.draw(st.integers(0, len(spec)))
     part = grow(spec[:cut])
-    part.remote = [
-        RemoteChild(tuple(leaf.leaf.reward for leaf in child.leaves()), child.target)
-        for child in whole.root.children[cut:]
-    ]
+    part.remote = [moved(child) for child in whole.root.children[cut:]]
     part.backup(mode)
     for ours, theirs in zip(part.root.turns(), [whole.root, *whole.turns()], strict=False):
         assert ours.target == (None if theirs.target is None else pytest.approx(theirs.target, abs=1e-12))
@@ -224,22 +221,29 @@ def test_case_17_unscored_leaves_count_for_neither_outcome():
     assert nothing.root.target is None
 
 
-def test_backup_uses_the_threshold_where_success_was_not_written():
+def test_a_success_is_what_the_leaf_says_here_and_on_other_processes():
     tree = RolloutTree.from_prompt("prompt", [1])
     for reward in (0.4, 0.6, 0.9):
-        tree.add_turn(tree.root, [1], leaf=Leaf(reward=reward))
+        tree.add_turn(tree.root, [1], leaf=scored(reward, threshold=0.8))
     tree.backup()
-    assert tree.root.target == pytest.approx(2 / 3)
-    tree.backup(success_threshold=0.8)
     assert tree.root.target == pytest.approx(1 / 3)
-    assert Leaf(reward=0.4, success=True).outcome() is True
-    assert Leaf(success=False).outcome() is None
+    tree.remote = [elsewhere([0.6, math.nan], 0.0, threshold=0.8)]
+    tree.backup()
+    assert tree.root.target == pytest.approx(1 / 4) and tree.root.target_variance == pytest.approx(3 / 12)
+
+
+def test_case_54_rewards_are_judged_once():
+    """Two rollouts of one prompt on two processes, rewards 0.4 and 0.4, threshold 0.3: both are successes, so nothing
+    is left of their variance (judged again by 0.5, they differ: 0.5)."""
+    tree = RolloutTree.from_prompt("prompt", [1])
+    tree.add_turn(tree.root, [1], leaf=scored(0.4, threshold=0.3))
+    tree.remote = [elsewhere([0.4], 1.0, threshold=0.3)]
+    tree.backup()
+    assert tree.root.target == 1.0 and tree.root.target_variance == 0.0
 
 
 def test_a_threshold_beyond_single_precision_is_out_of_reach():
-    tree = grow([3e38])
-    assert not Leaf(reward=3e38).outcome(1e300)
-    tree.backup(success_threshold=1e300)
+    assert not is_success(3e38, 1e300)
 
 
 def test_backup_refuses_unknown_modes():

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trace_trl import tree_log
+from leaves import elsewhere
+from toys import make_trainer
+from trace_trl import StepResult, tree_log
 from trace_trl.advantages import compute_advantages
-from trace_trl.tree import Leaf, RemoteChild, RolloutTree
+from trace_trl.tree import Leaf, RolloutTree
 from trace_trl.tree_log import TreeLogger, tree_from_dict, tree_to_dict
 
 
@@ -36,7 +38,7 @@ def example_tree():
     add(a2, [5] * 2, text="Grace", leaf=Leaf(reward=0.0, rewards=[0.0, math.nan], success=False, rollout=0))
     b1 = add(tree.root, [6] * 4, [7] * 5, text="search(Grace)", messages=search("search(Grace)", "Grace: 1906"))
     add(b1, [8] * 2, text="Ada", leaf=Leaf(reward=1.0, rewards=[1.0, math.nan], success=True, rollout=1))
-    leaf = Leaf(kind="continuation", reward=1.0, rewards=[1.0, math.nan], success=True, rollout=2)
+    leaf = Leaf(kind="continuation", reward=1.0, rewards=[1.0, math.nan], success=True, rollout=2, info={"pages": 2.0})
     add(a2, [9] * 2, text="Ada", leaf=leaf)
     tree.root.value, a1.value, a2.value, b1.value = 0.55, 0.5, 0.625, 0.5
     tree.backup()
@@ -84,7 +86,7 @@ def test_the_page_names_every_key(tmp_path):
     full = tree_to_dict(example_tree(), include_ids=True)
     full_turn = next(turn for turn in full["turns"] if turn["leaf"])
     page = PAGE.read_text(encoding="utf-8")
-    keys = {*record, *record["budget"], *turn, *full, *full_turn, *full_turn["leaf"], "rewards", "target"}
+    keys = {*record, *record["budget"], *turn, *full, *full_turn, *full_turn["leaf"], "rewards", "successes", "target"}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
 
 
@@ -108,7 +110,7 @@ def test_the_snippet_of_the_page_runs_without_the_package(tmp_path):
 
 def test_a_line_holds_the_tree(tmp_path):
     tree = example_tree()
-    tree.remote = [RemoteChild((1.0, math.nan), 1.0)]
+    tree.remote = [elsewhere([1.0, math.nan], 1.0)]
     TreeLogger(tmp_path).log([tree], step=5, extra={"loss": math.nan, "lr": 0.1})
     (record,) = read(tmp_path)
     assert list(record)[:2] == ["schema_version", "step"]
@@ -116,7 +118,8 @@ def test_a_line_holds_the_tree(tmp_path):
     assert record["prompt"] == tree.prompt
     assert record["budget"] == {"bare": 2, "continuations": 1}
     assert record["value"] == 0.55 and record["target"] == pytest.approx(2 / 3) and record["effective"] is True
-    assert record["remote"] == [{"rewards": [1.0, None], "target": 1.0}]
+    assert (record["generation"], record["process"], record["row"]) == (0, 0, {"answer": "Ada"})
+    assert record["remote"] == [{"rewards": [1.0, None], "successes": [True, None], "target": 1.0}]
     assert record["extra"] == {"loss": None, "lr": 0.1}
     assert [turn["id"] for turn in record["turns"]] == [1, 2, 3, 4, 5, 6]
     assert [turn["parent"] for turn in record["turns"]] == [0, 1, 2, 2, 0, 5]
@@ -130,7 +133,38 @@ def test_a_line_holds_the_tree(tmp_path):
         "rewards": [1.0, None],
         "success": True,
         "rollout": 2,
+        "info": {"pages": 2.0},
     }
+
+
+@pytest.mark.parametrize(
+    "example, row",
+    [
+        ({"prompt": "p", "id": "q7", "answer": "Ada"}, {"id": "q7"}),
+        (
+            {"prompt": "p", "answer": "Ada", "level": 3, "context": ["x"], "page": "x" * 201},
+            {"answer": "Ada", "level": 3},
+        ),
+        ({"prompt": "p"}, {}),
+    ],
+)
+def test_a_line_tells_its_row_from_others(example, row):
+    assert tree_to_dict(RolloutTree.from_prompt("p", [1], example=example))["row"] == row
+
+
+def test_lines_of_a_run_can_be_told_apart(tmp_path):
+    """Two generations of two prompts within one optimizer step: no two lines have the same generation and prompt."""
+    args = dict(max_steps=1, gradient_accumulation_steps=4, steps_per_generation=2, log_trees=True)
+    trainer = make_trainer(
+        tmp_path, env_step=lambda s, a, m: StepResult(done=True, reward=1.0, info={"pages": 2}), **args
+    )
+    trainer.train()
+    lines = read(tmp_path / "trees")
+    keys = [(line["step"], line["generation"], line["process"], line["prompt_index"]) for line in lines]
+    assert len(set(keys)) == len(keys) and {line["generation"] for line in lines} == {0, 1}
+    assert all(line["row"] for line in lines)
+    leaves = [turn["leaf"] for line in lines for turn in line["turns"] if turn["leaf"]]
+    assert leaves and all(leaf["info"] == {"pages": 2.0} for leaf in leaves)
 
 
 def test_observations_of_every_kind(tmp_path):
@@ -198,7 +232,7 @@ def test_any_text_and_number_is_one_line_of_strict_json(text, reward):
     tree.leaves()[0].leaf.reward = reward
     lines = []
     logger = object.__new__(TreeLogger)
-    logger.success_threshold, logger._write = 0.5, lines.append
+    logger._write = lines.append
     logger.log([tree], step=0)
     (line,) = lines[0].decode("utf-8").splitlines()
     turn = json.loads(line, parse_constant=refuse)["turns"][0]
@@ -231,7 +265,7 @@ def same(a, b):
 @settings(deadline=None, database=None)
 def test_round_trip_with_ids(spec, data):
     tree = RolloutTree.from_prompt([{"role": "user", "content": "q"}], [7, 8], index=4, budget=3)
-    tree.remote = [RemoteChild((1.0, math.nan), 1.0), RemoteChild((math.nan,), None)]
+    tree.remote = [elsewhere([1.0, math.nan], 1.0), elsewhere([math.nan])]
     ids = st.lists(st.integers(0, 9), max_size=3)
 
     def add(parent, children):

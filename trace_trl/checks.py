@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
-from trl.data_utils import is_conversational
 
 from .config import TRACEConfig
 from .environments.callback import check_no_images
+from .seams import is_conversational
 
 
 def check_arguments(

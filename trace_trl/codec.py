@@ -26,10 +26,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing.response_templates import load_response_template
-from trl.chat_template_utils import parse_response
 
 from .environments.base import Reply
 from .foreign import nests_deeper, sound
+from .seams import parse_response
 
 
 _MARK = "TRACE-MARK-7391"  # plain letters: some templates escape others in JSON

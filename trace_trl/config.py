@@ -6,10 +6,9 @@ import logging
 import math
 from dataclasses import dataclass, field, fields
 
-from trl import GRPOConfig
-
 from .advantages import ESTIMATORS, TURN_WEIGHTINGS
 from .allocation import PREFIX_ALLOCATORS, PREFIXES_BY_VALUE, ROOT_ALLOCATORS, ROOTS_BY_VALUE
+from .seams import GRPOConfig
 from .tree import BACKUPS
 
 

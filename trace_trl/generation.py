@@ -16,11 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
-from trl.extras.profiling import profiling_context
-from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import pad
 
 from .predictor import decoder_of
+from .seams import pad, profiling_context, unwrap_model_for_generation
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .tree import RolloutTree, Turn, is_success
+from .tree import RolloutTree, Turn
 
 
-def _outcomes(tree: RolloutTree, success_threshold: float) -> dict[Turn, tuple[bool, bool]]:
+def _outcomes(tree: RolloutTree) -> dict[Turn, tuple[bool, bool]]:
     """For every node, whether a success and whether a failure is at or below it; at the root, on any process."""
     seen: dict[Turn, tuple[bool, bool]] = {}
     for turn in reversed(list(tree.root.turns())):
-        outcome = None if turn.leaf is None else turn.leaf.outcome(success_threshold)
+        outcome = None if turn.leaf is None else turn.leaf.success
         success, failure = outcome is True, outcome is False
         for child in turn.children:
             success |= seen[child][0]
@@ -26,35 +26,27 @@ def _outcomes(tree: RolloutTree, success_threshold: float) -> dict[Turn, tuple[b
         seen[turn] = success, failure
     success, failure = seen[tree.root]
     for remote in tree.remote:
-        outcomes = [is_success(reward, success_threshold) for reward in remote.rewards if not math.isnan(reward)]
-        success |= any(outcomes)
-        failure |= not all(outcomes)
+        success |= True in remote.successes
+        failure |= False in remote.successes
     seen[tree.root] = success, failure
     return seen
 
 
-def effective(tree: RolloutTree, success_threshold: float = 0.5) -> bool:
-    """Whether the prompt's leaves, on all processes, hold both a success and a failure.
-
-    Args:
-        tree (`RolloutTree`):
-            A scored tree.
-        success_threshold (`float`, *optional*, defaults to `0.5`):
-            Reward from which a leaf counts as success; used where only rewards are known, as for `tree.remote`.
-    """
-    return all(_outcomes(tree, success_threshold)[tree.root])
+def effective(tree: RolloutTree) -> bool:
+    """Whether the leaves of a scored tree, on all processes, hold both a success and a failure."""
+    return all(_outcomes(tree)[tree.root])
 
 
-def effective_ratio(trees: Iterable[RolloutTree], success_threshold: float = 0.5) -> float:
+def effective_ratio(trees: Iterable[RolloutTree]) -> float:
     """Share of active prompts that are [`effective`]; `nan` if none is active.
 
     A prompt is active if it has a leaf. A prompt that spans processes must be counted by one of them only.
     """
     active = [tree for tree in trees if tree.root.children or tree.remote]
-    return sum(effective(tree, success_threshold) for tree in active) / len(active) if active else math.nan
+    return sum(effective(tree) for tree in active) / len(active) if active else math.nan
 
 
-def mixed_anchor_counts(tree: RolloutTree, success_threshold: float = 0.5) -> tuple[int, int]:
+def mixed_anchor_counts(tree: RolloutTree) -> tuple[int, int]:
     """Branched anchors below which both outcomes were seen, and branched anchors.
 
     An anchor is branched if it has at least two children: the root, those on other processes included, and every
@@ -63,7 +55,7 @@ def mixed_anchor_counts(tree: RolloutTree, success_threshold: float = 0.5) -> tu
     Returns:
         `tuple[int, int]`: `(mixed, branched)`.
     """
-    outcomes = _outcomes(tree, success_threshold)
+    outcomes = _outcomes(tree)
     mixed = branched = 0
     for anchor in tree.anchors():
         remote = len(tree.remote) if anchor is tree.root else 0
@@ -73,9 +65,9 @@ def mixed_anchor_counts(tree: RolloutTree, success_threshold: float = 0.5) -> tu
     return mixed, branched
 
 
-def mixed_anchor_ratio(trees: Iterable[RolloutTree], success_threshold: float = 0.5) -> float:
+def mixed_anchor_ratio(trees: Iterable[RolloutTree]) -> float:
     """Share of branched anchors below which both outcomes were seen, over all trees; `nan` if nothing branched."""
-    counts = [mixed_anchor_counts(tree, success_threshold) for tree in trees]
+    counts = [mixed_anchor_counts(tree) for tree in trees]
     branched = sum(count for _, count in counts)
     return sum(count for count, _ in counts) / branched if branched else math.nan
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from datasets import IterableDataset
-from trl.trainer.utils import RepeatSampler
 
 from .allocation import ROOT_ALLOCATORS
 from .engine import RootPlan
 from .environments.base import Episode
+from .seams import RepeatSampler
 from .tree import RolloutTree
 
 

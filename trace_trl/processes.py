@@ -110,7 +110,7 @@ def share_roots(trees: Sequence[RolloutTree], process_index: int, num_processes:
         (
             process_index,
             tree.index,
-            [RemoteChild(tuple(_rewards(child)), child.target) for child in tree.root.children],
+            [RemoteChild(*_judged(child), child.target) for child in tree.root.children],
         )
         for tree in trees
     ]
@@ -145,6 +145,12 @@ def normalized_rewards(
     for (_, leaf), reward in zip(leaves, original, strict=True):
         leaf.reward = reward
     share_roots(trees, process_index, num_processes)
+
+
+def _judged(node: Turn) -> tuple[tuple[float, ...], tuple[bool | None, ...]]:
+    """Rewards and successes of the leaves below `node`."""
+    leaves = [turn.leaf for turn in node.leaves() if turn.leaf is not None]
+    return tuple(leaf.reward for leaf in leaves), tuple(leaf.success for leaf in leaves)
 
 
 def _rewards(node: Turn) -> list[float]:

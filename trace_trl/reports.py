@@ -25,18 +25,17 @@ MAX_DEPTH = 8  # deeper anchors are logged together
 
 
 def rollout_metrics(
-    trees: Sequence[RolloutTree], stats: Stats, success_threshold: float, training: bool, tools: bool = False
+    trees: Sequence[RolloutTree], stats: Stats, training: bool, tools: bool = False
 ) -> dict[str, float]:
     """Metrics of one generation over all processes. Gathers.
 
     Args:
         trees: this process's scored trees.
         stats: what its engine did.
-        success_threshold: reward from which a leaf is a success.
         training: whether prompts had groups of rollouts, so that ratios and calibration mean something.
         tools: whether the policy had tools; adds what TRL logs of their calls.
     """
-    records = gather_object([record(trees, stats, success_threshold)])
+    records = gather_object([record(trees, stats)])
     metrics = summarise(records, training)
     if tools:
         calls, failures = metrics["rollout/environment_calls"], metrics["rollout/environment_failures"]
@@ -45,14 +44,14 @@ def rollout_metrics(
     return metrics
 
 
-def record(trees: Sequence[RolloutTree], stats: Stats, success_threshold: float) -> dict[str, Any]:
+def record(trees: Sequence[RolloutTree], stats: Stats) -> dict[str, Any]:
     """What one process has to tell of its scored trees; picklable."""
     roots, mixed, branched = {}, 0, 0
     for tree in trees:
-        is_effective = effective(tree, success_threshold)
+        is_effective = effective(tree)
         is_branched = len(tree.root.children) + len(tree.remote) > 1
         roots[tree.index] = (is_effective, is_branched)
-        counts = mixed_anchor_counts(tree, success_threshold)
+        counts = mixed_anchor_counts(tree)
         mixed += counts[0] - int(is_effective and is_branched)
         branched += counts[1] - int(is_branched)
     leaves = [(turn, leaf_of(turn)) for tree in trees for turn in tree.leaves()]

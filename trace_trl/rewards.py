@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl.data_utils import apply_chat_template, is_conversational
-from trl.extras.profiling import profiling_context
-from trl.trainer.utils import is_async_callable
 
 from .environments.base import copy_plain
 from .environments.runner import contained
+from .seams import apply_chat_template, is_async_callable, is_conversational, profiling_context
 from .tree import RolloutTree, Turn, is_success
 
 

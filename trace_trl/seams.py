@@ -1,21 +1,88 @@
 """
-Every private name of TRL that this package rests on, in one place.
+Every name of TRL that this package rests on, in one place: the other modules import them from here.
 
-TRL may change private names in any release. The package therefore pins TRL's minor version, and when a trainer is
-constructed, [`check_trl`] compares what is installed with what was built against: an upgrade fails with a sentence
-that names the difference, not with a wrong number.
+TRL may change private names in any release. The package therefore pins TRL's minor version. Importing this module
+compares it with what is installed, before anything of TRL is imported, and when a trainer is constructed, [`check_trl`]
+compares methods with what was built against: an upgrade fails with a sentence that names the difference, not with a
+wrong number.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 from typing import Any
 
-import trl
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 
-SUPPORTED = (Version("1.16.0"), Version("1.17.0"))  # from the first up to, but without, the second
+SUPPORTED = SpecifierSet(">=1.16,<1.17")
+INSTALL = f"`pip install 'trl{SUPPORTED}'`"
+
+
+def check_version() -> str:
+    """The installed version of TRL.
+
+    Raises:
+        ImportError: if it is not one this package was built against. A development version of the next minor release
+            is not: `1.17.0.dev0` is no 1.16.
+    """
+    try:
+        installed = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(f"trace_trl trains with TRL, which is not installed: run {INSTALL}.") from error
+    if not SUPPORTED.contains(installed, prereleases=True):
+        raise ImportError(
+            f"trace_trl builds on private parts of TRL and supports trl{SUPPORTED}, but {installed} is installed: run "
+            f"{INSTALL}, or upgrade trace_trl."
+        )
+    return installed
+
+
+TRL_VERSION = check_version()
+
+try:
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.chat_template_utils import parse_response
+    from trl.data_utils import apply_chat_template, is_conversational
+    from trl.extras.profiling import profiling_context
+    from trl.models import unwrap_model_for_generation
+    from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
+    from trl.trainer.utils import (
+        RepeatSampler,
+        get_config_model_id,
+        is_async_callable,
+        pad,
+        repeat_iterable_dataset,
+        start_event_loop_in_daemon,
+    )
+except ImportError as error:
+    if (error.name or "").partition(".")[0] != "trl":
+        raise
+    raise ImportError(
+        f"trl {TRL_VERSION} lacks what trace_trl was built against ({error}): run {INSTALL}, or upgrade trace_trl."
+    ) from error
+
+__all__ = [
+    "EnvironmentFactory",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "RepeatSampler",
+    "RewardFunc",
+    "RolloutFunc",
+    "apply_chat_template",
+    "check_trainer",
+    "check_trl",
+    "get_config_model_id",
+    "is_async_callable",
+    "is_conversational",
+    "pad",
+    "parse_response",
+    "profiling_context",
+    "repeat_iterable_dataset",
+    "start_event_loop_in_daemon",
+    "unwrap_model_for_generation",
+]
 
 # Methods of GRPOTrainer that TRACETrainer overrides, inherited ones included, with their parameters
 OVERRIDDEN = {
@@ -148,29 +215,23 @@ ASYNC_ATTRIBUTES = ("async_loop", "async_loop_thread")
 
 
 def check_trl() -> None:
-    """Raises `ImportError` if the installed TRL is not one this package was built against."""
-    version = Version(trl.__version__)
-    if not SUPPORTED[0] <= version < SUPPORTED[1]:
-        raise ImportError(
-            f"trace_trl builds on private parts of TRL and supports trl>={SUPPORTED[0]},<{SUPPORTED[1]}, but "
-            f"{version} is installed: run `pip install 'trl>={SUPPORTED[0]},<{SUPPORTED[1]}'`, or upgrade trace_trl."
-        )
+    """Raises `ImportError` if TRL's methods are not those this package was built against."""
     for name, expected in (OVERRIDDEN | CALLED).items():
-        method = getattr(trl.GRPOTrainer, name, None)
+        method = getattr(GRPOTrainer, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
         if found != expected:
             has = f"no GRPOTrainer.{name}" if found is None else f"GRPOTrainer.{name}({', '.join(found)})"
             raise ImportError(
-                f"trl {version} has {has}, but trace_trl was built against {name}({', '.join(expected)}): install a "
+                f"trl {TRL_VERSION} has {has}, but trace_trl was built against {name}({', '.join(expected)}): install a "
                 "trl release that trace_trl supports."
             )
     for name, expected in LOOKED_UP.items():
-        method = getattr(trl.GRPOTrainer, name, None)
+        method = getattr(GRPOTrainer, name, None)
         names = () if method is None else inspect.unwrap(method).__code__.co_names
         missing = [wanted for wanted in expected if wanted not in names]
         if missing:
             raise ImportError(
-                f"GRPOTrainer.{name} of trl {version} does not use {', '.join(missing)}, through which trace_trl "
+                f"GRPOTrainer.{name} of trl {TRL_VERSION} does not use {', '.join(missing)}, through which trace_trl "
                 "answers it: install a trl release that trace_trl supports."
             )
 
@@ -186,6 +247,6 @@ def check_trainer(trainer: Any) -> None:
     missing = [name for name in names if not hasattr(trainer, name)]
     if missing:
         raise ImportError(
-            f"trl {trl.__version__} no longer sets GRPOTrainer.{', '.join(missing)}, which trace_trl reads: install a "
+            f"trl {TRL_VERSION} no longer sets GRPOTrainer.{', '.join(missing)}, which trace_trl reads: install a "
             "trl release that trace_trl supports."
         )

@@ -22,9 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from trl import GRPOTrainer
-from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
-from trl.trainer.utils import get_config_model_id, repeat_iterable_dataset, start_event_loop_in_daemon
 
 from . import checkpoints, checks, hub, model_card, seams
 from .advantages import GRPO_WITHOUT_BRANCHES, compute_advantages
@@ -48,6 +45,15 @@ from .progress import RolloutProgress, StepLineCallback
 from .reports import extra_columns, gather_groups, gather_lengths, length_metrics, rollout_metrics
 from .rewards import RewardScorer, step_reward
 from .rows import Rows, build_rows
+from .seams import (
+    EnvironmentFactory,
+    GRPOTrainer,
+    RewardFunc,
+    RolloutFunc,
+    get_config_model_id,
+    repeat_iterable_dataset,
+    start_event_loop_in_daemon,
+)
 from .sparse_loss import needed_rows_only
 from .tree import RolloutTree
 from .tree_log import TreeLogger, tree_to_dict
@@ -205,7 +211,6 @@ quantization_config, peft_config, tools, environment_factory:
                 os.path.join(args.output_dir, "trees"),
                 max_bytes=int(args.tree_log_max_megabytes * 2**20),
                 max_files=args.tree_log_max_files,
-                success_threshold=args.success_threshold,
             )
         self.progress = RolloutProgress(
             args.show_rollout_progress and not args.disable_tqdm and self.accelerator.is_main_process
@@ -304,7 +309,7 @@ quantization_config, peft_config, tools, environment_factory:
         )
 
     def _is_mixed(self, tree: RolloutTree) -> bool:
-        return effective(tree, self.args.success_threshold)
+        return effective(tree)
 
     def _context_length(self) -> int | None:
         # vLLM may take less than the model does: `vllm_max_model_length`
@@ -532,12 +537,11 @@ quantization_config, peft_config, tools, environment_factory:
 
     def _share_roots(self, trees: list[RolloutTree]) -> None:
         """Backs outcomes up, at a root that spans processes over all of its rollouts."""
-        backup = self.args.value_backup, self.args.success_threshold
         for tree in trees:
-            tree.backup(*backup)
+            tree.backup(self.args.value_backup)
         share_roots(trees, self.accelerator.process_index, self.accelerator.num_processes)
         for tree in trees:
-            tree.backup(*backup)
+            tree.backup(self.args.value_backup)
 
     def training_step(self, model, inputs, num_items_in_batch):
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -663,7 +667,7 @@ quantization_config, peft_config, tools, environment_factory:
 
     def _log_rollouts(self, mode: str, trees: list[RolloutTree], stats: Stats) -> None:
         training, tools = mode == "train", bool(self.tools)
-        self._log(mode, rollout_metrics(trees, stats, self.args.success_threshold, training, tools))
+        self._log(mode, rollout_metrics(trees, stats, training, tools))
 
     def _correct_group_logs(self, rows: Rows) -> None:
         """TRL takes groups of `num_generations` rows for prompts; here the trees say what belongs together."""
@@ -677,10 +681,12 @@ quantization_config, peft_config, tools, environment_factory:
 
     def _log_trees(self, trees: list[RolloutTree]) -> None:
         if self.args.log_trees:
-            own = [tree_to_dict(tree, success_threshold=self.args.success_threshold) for tree in trees]
+            process = {"process": self.accelerator.process_index}
+            own = [{**process, **tree_to_dict(tree)} for tree in trees]
             everyone = gather_on_main(own, self.accelerator)
             if self.tree_logger is not None:
-                self.tree_logger.log(everyone, step=self.state.global_step)
+                step, number = self._last_generation
+                self.tree_logger.log(everyone, step=step, generation=number)
 
     # Checkpoints
 

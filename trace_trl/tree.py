@@ -43,7 +43,8 @@ class Leaf:
         reward (`float`): terminal reward `R`, the weighted sum of all reward sources; `nan` until scored, and for a
             leaf that no reward function scored.
         rewards (`list[float]`): one entry per reward function, `nan` where it returned `None`.
-        success (`bool` or `None`): `R >= success_threshold`; `None` for an unscored leaf.
+        success (`bool` or `None`): `R >= success_threshold`, written with the reward; `None` for an unscored leaf.
+            Nothing else judges a reward.
         rollout (`int`): number of the rollout in its tree, in the order in which rollouts were started.
         info (`dict[str, float]`): the environment's last numbers.
     """
@@ -66,12 +67,6 @@ class Leaf:
     @property
     def scored(self) -> bool:
         return not math.isnan(self.reward)
-
-    def outcome(self, success_threshold: float = 0.5) -> bool | None:
-        """`success`, or `R >= success_threshold` where that was not written; `None` for an unscored leaf."""
-        if not self.scored:
-            return None
-        return is_success(self.reward, success_threshold) if self.success is None else self.success
 
 
 @dataclass(slots=True, eq=False)
@@ -155,10 +150,12 @@ class Turn:
 
 @dataclass(slots=True, frozen=True)
 class RemoteChild:
-    """What this process needs to know of a root's child that lives on another process: the rewards of the leaves below
-    it (`nan` for unscored ones) and its backed-up value."""
+    """What this process needs to know of a root's child that lives on another process: of the leaves below it the
+    rewards (`nan` for unscored ones) and the successes (`None` for those), the factual leaf first; and its backed-up
+    value."""
 
     rewards: tuple[float, ...]
+    successes: tuple[bool | None, ...]
     target: float | None
 
 
@@ -247,7 +244,7 @@ class RolloutTree:
             rewards += [reward for child in self.remote for reward in child.rewards if not math.isnan(reward)]
         return rewards
 
-    def backup(self, mode: str = "leaf_mean", success_threshold: float = 0.5) -> None:
+    def backup(self, mode: str = "leaf_mean") -> None:
         """Writes the backed-up success rate `V^` into `target` of every turn (arXiv 2606.11119; `docs/algorithm.md`).
 
         `leaf_mean`: `V^(y) = (1/n_y) sum_c n_c V^(c)` over the children `c` of `y`, `n_y` the scored leaves below `y`.
@@ -268,9 +265,9 @@ class RolloutTree:
         drawn: dict[Turn, float | None] = {}  # outcome of the rollout that a turn was sampled in
         for turn in reversed(list(self.root.turns())):
             if turn.leaf is not None:
-                counts[turn] = int(turn.leaf.scored)
-                outcome = turn.leaf.outcome(success_threshold)
-                turn.target = drawn[turn] = None if outcome is None else float(outcome)
+                success = turn.leaf.success
+                counts[turn] = int(success is not None)
+                turn.target = drawn[turn] = None if success is None else float(success)
                 turn.target_variance = None
                 continue
             # Children stand in the order in which they were sampled: what branches off comes later
@@ -279,11 +276,10 @@ class RolloutTree:
             children = [(child.target, counts[child]) for child in turn.children if child.target is not None]
             if turn is self.root:
                 for child in self.remote:
-                    scored = sum(not math.isnan(reward) for reward in child.rewards)
                     if child.target is not None:
-                        children.append((child.target, scored))
-                    reward = child.rewards[0] if child.rewards else math.nan
-                    outcomes.append(None if math.isnan(reward) else float(is_success(reward, success_threshold)))
+                        children.append((child.target, sum(success is not None for success in child.successes)))
+                    success = child.successes[0] if child.successes else None
+                    outcomes.append(None if success is None else float(success))
             counts[turn] = sum(count for _, count in children)
             if not children:
                 turn.target = None

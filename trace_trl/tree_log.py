@@ -25,6 +25,7 @@ from .tree import Leaf, RemoteChild, RolloutTree
 SCHEMA_VERSION = 1
 _FILE_NAME = re.compile(r"trees-(\d{6,})\.jsonl")
 # JSON allows these inside strings, but readers that use `str.splitlines` would see a line end.
+_LONGEST_COLUMN = 200  # characters: longer texts of a row, such as documents, are not repeated in every line
 _LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
@@ -62,10 +63,25 @@ def _observation_text(messages: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def tree_to_dict(tree: RolloutTree, include_ids: bool = False, success_threshold: float = 0.5) -> dict[str, Any]:
+def _row_of(example: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's `id`; where it has none, its numbers and short texts, the prompt left out."""
+    if "id" in example:
+        return {"id": example["id"]}
+    return {
+        key: value
+        for key, value in example.items()
+        if key != "prompt" and (isinstance(value, (bool, int, float)) or _is_short(value))
+    }
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_COLUMN
+
+
+def tree_to_dict(tree: RolloutTree, include_ids: bool = False) -> dict[str, Any]:
     """A tree as JSON-able dictionary, the form in which it is logged.
 
-    The dataset row (`tree.example`) and the leaves' environments are left out.
+    Of the dataset row (`tree.example`) what tells it from others is kept; the leaves' environments are left out.
 
     Args:
         tree (`RolloutTree`):
@@ -73,8 +89,6 @@ def tree_to_dict(tree: RolloutTree, include_ids: bool = False, success_threshold
         include_ids (`bool`, *optional*, defaults to `False`):
             Whether to add what [`tree_from_dict`] needs to build the same tree again: token ids, log-probs, messages
             and the leaves' `extras`.
-        success_threshold (`float`, *optional*, defaults to `0.5`):
-            Reward from which a leaf counts as success where that was not written yet, see [`~metrics.effective`].
 
     Returns:
         `dict[str, Any]`: keys as in `docs/tree_log.md`; numbers that are not finite are `None`.
@@ -113,6 +127,7 @@ def tree_to_dict(tree: RolloutTree, include_ids: bool = False, success_threshold
                 "rewards": turn.leaf.rewards,
                 "success": turn.leaf.success,
                 "rollout": turn.leaf.rollout,
+                "info": turn.leaf.info,
             }
             if include_ids:
                 node["leaf"] |= {"environment_reward": turn.leaf.environment_reward, "extras": turn.leaf.extras}
@@ -120,13 +135,16 @@ def tree_to_dict(tree: RolloutTree, include_ids: bool = False, success_threshold
     record = {
         "schema_version": SCHEMA_VERSION,
         "prompt_index": tree.index,
+        "row": _row_of(tree.example),
         "prompt": tree.prompt,
         "prompt_tokens": len(tree.prompt_ids),
         "budget": {"bare": tree.budget, "continuations": continuations},
         "value": tree.root.value,
         "target": tree.root.target,
-        "effective": effective(tree, success_threshold),
-        "remote": [{"rewards": child.rewards, "target": child.target} for child in tree.remote],
+        "effective": effective(tree),
+        "remote": [
+            {"rewards": child.rewards, "successes": child.successes, "target": child.target} for child in tree.remote
+        ],
         "turns": turns,
     }
     if include_ids:
@@ -141,8 +159,8 @@ def _number(value: float | None) -> float:
 def tree_from_dict(record: Mapping[str, Any]) -> RolloutTree:
     """The tree that [`tree_to_dict`] wrote, or a line of the tree log.
 
-    Written with `include_ids=True` it is the same tree, but for the dataset row, the environments, their `info` and
-    certainties; otherwise its turns have no token ids and no messages either.
+    Written with `include_ids=True` it is the same tree, but for the dataset row, the environments and certainties;
+    otherwise its turns have no token ids and no messages either.
 
     Raises:
         ValueError: if `record` has another schema version.
@@ -154,7 +172,10 @@ def tree_from_dict(record: Mapping[str, Any]) -> RolloutTree:
         record.get("prompt_ids", ()),
         index=record["prompt_index"],
         budget=record["budget"]["bare"],
-        remote=[RemoteChild(tuple(map(_number, child["rewards"])), child["target"]) for child in record["remote"]],
+        remote=[
+            RemoteChild(tuple(map(_number, child["rewards"])), tuple(child["successes"]), child["target"])
+            for child in record["remote"]
+        ],
     )
     tree.root.history_length = record["prompt_tokens"]
     tree.root.value, tree.root.target = record["value"], record["target"]
@@ -196,8 +217,6 @@ class TreeLogger:
             Size at which the next file is begun. A line that is longer has a file to itself.
         max_files (`int`, *optional*, defaults to `8`):
             Files to keep; the oldest are removed.
-        success_threshold (`float`, *optional*, defaults to `0.5`):
-            Reward from which a leaf counts as success, see [`tree_to_dict`].
 
     Raises:
         ValueError: if `max_bytes` or `max_files` is below 1.
@@ -208,14 +227,12 @@ class TreeLogger:
         directory: str | os.PathLike[str],
         max_bytes: int = 16 * 1024 * 1024,
         max_files: int = 8,
-        success_threshold: float = 0.5,
     ):
         if max_bytes < 1 or max_files < 1:
             raise ValueError(f"max_bytes ({max_bytes}) and max_files ({max_files}) must be at least 1.")
         self.directory = Path(directory)
         self.max_bytes = max_bytes
         self.max_files = max_files
-        self.success_threshold = success_threshold
         self.directory.mkdir(parents=True, exist_ok=True)
         numbers = self._numbers()
         self._current = numbers[-1] if numbers else 1
@@ -231,22 +248,30 @@ class TreeLogger:
         return sorted(int(match[1]) for match in matches if match)
 
     def log(
-        self, trees: Iterable[RolloutTree | Mapping[str, Any]], step: int, extra: Mapping[str, Any] | None = None
+        self,
+        trees: Iterable[RolloutTree | Mapping[str, Any]],
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        generation: int = 0,
     ) -> None:
         """Appends one line per tree.
 
         Args:
             trees (`Iterable[RolloutTree | Mapping]`):
-                Trees, or what [`tree_to_dict`] made of them, for instance on another process.
+                Trees, or what [`tree_to_dict`] made of them, for instance on another process, whose number is then
+                under `process`.
             step (`int`):
                 Training step the trees were generated for.
             extra (`Mapping[str, Any]`, *optional*):
                 Written under the key `extra` of every line.
+            generation (`int`, *optional*, defaults to `0`):
+                Number of the generation within its step.
         """
         for tree in trees:
             if isinstance(tree, RolloutTree):
-                tree = tree_to_dict(tree, success_threshold=self.success_threshold)
-            line = {"schema_version": SCHEMA_VERSION, "step": step, **tree, "extra": extra or {}}
+                tree = tree_to_dict(tree)
+            head = {"schema_version": SCHEMA_VERSION, "step": step, "generation": generation, "process": 0}
+            line = {**head, **tree, "extra": extra or {}}
             text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
             self._write(text.encode() + b"\n")
 

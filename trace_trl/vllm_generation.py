@@ -23,10 +23,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from trl.extras.profiling import profiling_context
 
 from .generation import Request, Sample, stop_string_end
 from .processes import on_main
+from .seams import profiling_context
 
 
 logger = logging.getLogger(__name__)

@@ -160,7 +160,7 @@ class MeasuredTrainer(TRACETrainer):
         super()._log_rollouts(mode, trees, stats)
         started = time.perf_counter()
         logged = {key: values[-1] for key, values in self._metrics[mode].items() if values}
-        counts = [mixed_anchor_counts(tree, self.args.success_threshold) for tree in trees]
+        counts = [mixed_anchor_counts(tree) for tree in trees]
         self._meter.generation = {
             "sampled_tokens": int(logged["rollout/sampled_tokens"]),
             "discarded_leaves": int(logged["rollout/discarded_leaves"]),
