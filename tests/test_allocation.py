@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from trace_trl.allocation import (
     PREFIX_ALLOCATORS,
-    PREFIXES_BY_VALUE,
     ROOT_ALLOCATORS,
-    ROOTS_BY_VALUE,
     allocate_prefixes,
     allocate_roots,
     pcl_roots,
     prefix_utility,
     random_prefixes,
+    reads_values,
     root_utility,
     uniform_prefixes,
     uniform_roots,
@@ -461,13 +460,13 @@ class TestBaselines:
         values, other, successes = [0.5, 0.1, 0.9], [0.9, 0.5, 0.1], [1, 0, 1]
         request = {"budget": 6, "max_per_root": 4, "group_size": 3, "seed": 0}
         roots = {n for n, f in ROOT_ALLOCATORS.items() if (f(values, **request) != f(other, **request)).any()}
-        assert roots == set(ROOTS_BY_VALUE)
+        assert roots == {name for name in ROOT_ALLOCATORS if reads_values(ROOT_ALLOCATORS, name)}
         prefixes = {
             name
             for name, f in PREFIX_ALLOCATORS.items()
             if (f(values, successes, budget=6, seed=0) != f(other, successes, budget=6, seed=0)).any()
         }
-        assert prefixes == set(PREFIXES_BY_VALUE)
+        assert prefixes == {name for name in PREFIX_ALLOCATORS if reads_values(PREFIX_ALLOCATORS, name)}
 
     def test_uniform_prefixes_give_the_remainder_by_seed(self):
         np.testing.assert_array_equal(uniform_prefixes(4, 6), [2, 2, 1, 1])

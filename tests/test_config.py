@@ -152,13 +152,13 @@ def test_predictor_is_needed_where_an_allocation_reads_values(options, needed):
     assert config(**options).needs_predictor is needed
 
 
-def test_batch_of_trl_defaults_falls_back_with_a_warning(caplog):
-    with caplog.at_level(logging.WARNING, logger="trace_trl.config"):
+def test_batch_of_trl_defaults_gets_the_nearest_split_without_a_warning(caplog):
+    with caplog.at_level(logging.INFO, logger="trace_trl.config"):
         args = config()
     # 8 leaves: not 3 * M, and with N = 1 there are 4 bare rollouts and 4 continuations
     assert (args.generation_batch_size, args.continuations_per_root, args.rollout_budget) == (8, 1, 4)
-    assert "using continuations_per_root=1" in caplog.text
-    assert "Set `continuations_per_root`" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "continuations_per_root is 1." in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from toys import (
 from trace_trl import StepResult
 from trace_trl.engine import Limits, RootPlan
 from trace_trl.environments import tools as tools_module
-from trace_trl.environments.base import Action, UnsupportedError
+from trace_trl.environments.base import Action, ContractError, UnsupportedError
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.environments.none import SingleTurnEnvironment
 from trace_trl.environments.runner import ConcurrentRunner
@@ -296,15 +296,16 @@ def test_no_observation(observation):
 @pytest.mark.parametrize(
     "answer", [None, "text", ("text", True), {"observation": "text"}, 7, [], StepResult], ids=lambda a: str(type(a))
 )
-def test_wrong_return_types_are_told_to_the_policy_and_to_the_developer(answer, caplog):
+def test_case_51_what_is_no_step_result_ends_the_run(answer):
+    """`env_step` returns `None`, a dictionary, a tuple as Gymnasium does: every step would, so the first one says what
+    to return, to the developer and not to the policy."""
     environment = CallbackEnvironment(lambda state, action, messages: answer)
-    (tree,), stats, _ = roll_out(environment, lambda history: "red", bare=2, limits=Limits(10_000, turns=2))
-    name = type(answer).__name__
-    sentence = f"Error: env_step returned {name}: return a StepResult(observation, done, reward, state)."
-    assert [texts(leaf)[1] for leaf in tree.leaves()] == [sentence] * 2
-    assert (stats.environment_calls, stats.environment_failures) == (4, 4)
-    warnings = [record for record in caplog.records if "env_step failed" in record.getMessage()]
-    assert len(warnings) == 1 and warnings[0].exc_info is not None
+    with pytest.raises(
+        ContractError, match=r"env_step returned .*return `trace_trl.StepResult\(observation="
+    ) as error:
+        roll_out(environment, lambda history: "red", bare=2, limits=Limits(10_000, turns=2))
+    assert isinstance(error.value, TypeError)
+    assert ("nothing" if answer is None else type(answer).__name__) in str(error.value)
 
 
 @pytest.mark.parametrize(

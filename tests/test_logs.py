@@ -370,6 +370,9 @@ def test_step_line():
         "step    7  effective 0.75  mixed anchors 0.67  reward 0.457  brier 0.204  auroc -  tokens 12345  saved 678"
         "  seconds: generation 12.3 environment 0.1 reward 1.0 predictor 0.0 training 6.1"
     )
+    # What goes wrong is shown where it does
+    wrong = {"rollout/environment_failures": 12.0, "rollout/ended_length": 0.25, "rollout/ended_turns": 0.0}
+    assert "saved 678  failures 12  cut by tokens 25%  seconds" in step_line(7, logs | wrong)
     assert step_line(123456, {}).startswith("step 123456  effective -  mixed anchors -")
     assert "training" not in step_line(1, {})
     # A generation of 14 s, trained on for 6 s in each of four steps

@@ -121,6 +121,13 @@ class TestComparison:
             assert result["effective_ratio"] == pytest.approx(result["mixed_prompts"] / result["active_prompts"])
             assert 0 <= result["mixed_anchor_ratio"] <= 1
 
+    def test_methods_that_are_the_same_without_continuations_draw_the_same(self):
+        """Without continuations, TRACE is its root stage, and GRPO the trees that never branch."""
+        config = SimulationConfig(rollouts=96, continuations=0, repeats=3)
+        found = {result.pop("method"): result for result in simulate(config)}
+        assert found["TRACE"] == found["root stage only"] != found["GRPO"]
+        assert found["GRPO"] == found["TreePO-style"] == found["prefix stage only"] != found["PCL"]
+
     def test_one_seed_gives_one_result(self):
         config = SimulationConfig(rollouts=64, repeats=2, seed=5)
         assert simulate(config) == simulate(config)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leaves import elsewhere
-from toys import make_trainer
+from toys import make_tokenizer, make_trainer
 from trace_trl import StepResult, tree_log
 from trace_trl.advantages import compute_advantages
 from trace_trl.tree import Leaf, RolloutTree
@@ -155,9 +155,12 @@ def test_a_line_tells_its_row_from_others(example, row):
 def test_lines_of_a_run_can_be_told_apart(tmp_path):
     """Two generations of two prompts within one optimizer step: no two lines have the same generation and prompt."""
     args = dict(max_steps=1, gradient_accumulation_steps=4, steps_per_generation=2, log_trees=True)
-    trainer = make_trainer(
-        tmp_path, env_step=lambda s, a, m: StepResult(done=True, reward=1.0, info={"pages": 2}), **args
-    )
+    ends = make_tokenizer().eos_token_id
+
+    def env_step(state, action, messages):
+        return StepResult(done=True, reward=1.0, info={"pages": 2})
+
+    trainer = make_trainer(tmp_path, script=lambda request: [7, ends], env_step=env_step, **args)
     trainer.train()
     lines = read(tmp_path / "trees")
     keys = [(line["step"], line["generation"], line["process"], line["prompt_index"]) for line in lines]

@@ -24,7 +24,8 @@ Contrast is not progress: of a prompt solved 95 times in 100 and one solved 5 ti
 show both outcomes, the first has little left to gain. With a headroom exponent `b > 0`, stage 1 weighs `U_root` by
 `(1 - V)^b`, so that the most wanted success rate goes from 1/2 down to `1 / (2 + b)`.
 
-`ROOT_ALLOCATORS` and `PREFIX_ALLOCATORS` hold the choices by name, each kind with one signature:
+`ROOT_ALLOCATORS` and `PREFIX_ALLOCATORS` hold the choices by name, each kind with one signature. What is added there,
+an [`Allocator`] or a plain function, is a choice of the configuration:
 
     counts = ROOT_ALLOCATORS[name](values, budget=..., max_per_root=..., group_size=..., seed=..., certainties=...,
                                    headroom_exponent=...)
@@ -34,8 +35,9 @@ show both outcomes, the first has little left to gain. With a headroom exponent 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -370,21 +372,38 @@ def _random_prefixes(values, successes, *, budget, seed=None, certainties=None):
     return random_prefixes(len(values), budget, seed)
 
 
-ROOT_ALLOCATORS: dict[str, Callable[..., np.ndarray]] = {
-    "active": _active_roots,
-    "uniform": _uniform_roots,
-    "pcl": _pcl_roots,
+@dataclass(frozen=True)
+class Allocator:
+    """An entry of a registry.
+
+    Attributes:
+        function (`Callable`): takes the arguments of its neighbours in the registry, and gives one count per value.
+        reads_values (`bool`): whether the counts depend on the values. If not, no value is predicted, and all are 0.5.
+    """
+
+    function: Callable[..., np.ndarray]
+    reads_values: bool = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return self.function(*args, **kwargs)
+
+
+ROOT_ALLOCATORS: dict[str, Allocator] = {
+    "active": Allocator(_active_roots),
+    "uniform": Allocator(_uniform_roots, reads_values=False),
+    "pcl": Allocator(_pcl_roots),
 }
 
-PREFIX_ALLOCATORS: dict[str, Callable[..., np.ndarray]] = {
-    "active": _active_prefixes,
-    "uniform": _uniform_prefixes,
-    "random": _random_prefixes,
+PREFIX_ALLOCATORS: dict[str, Allocator] = {
+    "active": Allocator(_active_prefixes),
+    "uniform": Allocator(_uniform_prefixes, reads_values=False),
+    "random": Allocator(_random_prefixes, reads_values=False),
 }
 
-# Those that read the values: for the others no value is predicted, they are given 0.5
-ROOTS_BY_VALUE = ("active", "pcl")
-PREFIXES_BY_VALUE = ("active",)
+
+def reads_values(allocators: Mapping[str, Callable[..., np.ndarray]], name: str) -> bool:
+    """Whether the allocator of that name needs predicted values. A plain function is taken to."""
+    return name in allocators and getattr(allocators[name], "reads_values", True)
 
 
 def _root_marginals(v: np.ndarray, units: np.ndarray) -> np.ndarray:

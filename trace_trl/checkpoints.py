@@ -117,6 +117,7 @@ def save_state(trainer: Any, checkpoint: str) -> None:
             for mode, metrics in trainer._metrics.items()
         },
         "predictor": None if predictor_trainer is None else predictor_trainer.state_dict(),
+        "generations_of_one_outcome": trainer._outcomes.generations,
     }
     os.makedirs(checkpoint, exist_ok=True)
     torch.save(state, os.path.join(checkpoint, state_file(args.process_index)))
@@ -180,6 +181,7 @@ def load_state(trainer: Any, checkpoint: str) -> None:
     if state is not None and saved_by == processes:
         trainer._step = state["step"]
         trainer._buffered_inputs = send_to_device(state["rows"], trainer.accelerator.device)
+        trainer._outcomes.generations = state["generations_of_one_outcome"]
         for mode, metrics in state["metrics"].items():
             trainer._metrics[mode].clear()
             trainer._metrics[mode].update(metrics)

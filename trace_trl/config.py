@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 
 from .advantages import ESTIMATORS, TURN_WEIGHTINGS
-from .allocation import PREFIX_ALLOCATORS, PREFIXES_BY_VALUE, ROOT_ALLOCATORS, ROOTS_BY_VALUE
+from .allocation import PREFIX_ALLOCATORS, ROOT_ALLOCATORS, reads_values
 from .seams import GRPOConfig
 from .tree import BACKUPS
 
@@ -15,9 +16,6 @@ from .tree import BACKUPS
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONTINUATIONS = 2  # N of the paper's main runs
-# "dapo" is uniform allocation whose groups without contrast are replaced while the pool lasts
-ROOT_ALLOCATIONS = (*ROOT_ALLOCATORS, "dapo")
-PREFIX_ALLOCATIONS = tuple(PREFIX_ALLOCATORS)
 VLLM_ROLLOUT_MODES = ("continuous", "lockstep")
 # What `vllm serve` is told by options of its own, and what only a client of it needs
 COLOCATE_OPTIONS = (
@@ -52,6 +50,11 @@ TRANSFORMERS_TURN_OPTIONS = {
     "num_return_sequences": (1, VLLM_TURN_OPTIONS["n"]),
     "return_dict_in_generate": (False, "remove it"),
 }
+
+
+def _is_number(value: object, kind: type) -> bool:
+    # In Python a bool is a number, in a configuration it is a mistake
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass
@@ -181,12 +184,13 @@ class TRACEConfig(GRPOConfig):
         default="active",
         metadata={
             "help": "How bare rollouts are spent on prompts.",
-            "choices": list(ROOT_ALLOCATIONS),
+            # "dapo" is uniform allocation whose groups without contrast are replaced while the pool lasts
+            "choices": [*ROOT_ALLOCATORS, "dapo"],
         },
     )
     prefix_allocation: str = field(
         default="active",
-        metadata={"help": "How continuations are spent on prefixes.", "choices": list(PREFIX_ALLOCATIONS)},
+        metadata={"help": "How continuations are spent on prefixes.", "choices": list(PREFIX_ALLOCATORS)},
     )
     continuations_per_root: int | None = field(
         default=None,
@@ -365,8 +369,8 @@ class TRACEConfig(GRPOConfig):
     @property
     def needs_predictor(self) -> bool:
         """Whether an allocation reads predicted values."""
-        by_prefix = self._group > 1 and self.prefix_allocation in PREFIXES_BY_VALUE
-        return self.root_allocation in ROOTS_BY_VALUE or by_prefix
+        by_prefix = self._group > 1 and reads_values(PREFIX_ALLOCATORS, self.prefix_allocation)
+        return reads_values(ROOT_ALLOCATORS, self.root_allocation) or by_prefix
 
     @property
     def value_pass_tokens(self) -> int:
@@ -402,8 +406,9 @@ class TRACEConfig(GRPOConfig):
 
     def _check_choices(self) -> None:
         for name, choices in (
-            ("root_allocation", ROOT_ALLOCATIONS),
-            ("prefix_allocation", PREFIX_ALLOCATIONS),
+            # Looked up now: a script may have added its own
+            ("root_allocation", (*ROOT_ALLOCATORS, "dapo")),
+            ("prefix_allocation", tuple(PREFIX_ALLOCATORS)),
             ("advantage_estimator", tuple(ESTIMATORS)),
             ("turn_weighting", TURN_WEIGHTINGS),
             ("value_backup", BACKUPS),
@@ -493,18 +498,21 @@ class TRACEConfig(GRPOConfig):
             ("tree_log_max_files", 1),
         ):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` is {value}: set it to {least} or more.")
+            if value is not None and not (_is_number(value, Integral) and value >= least):
+                raise ValueError(f"`{name}` is {value!r}: set it to a whole number, {least} or more.")
         for name in ("predictor_learning_rate", "env_timeout", "candidate_pool_factor", "tree_log_max_megabytes"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` is {value}: set it to a number above 0.")
+            if value is not None and not (_is_number(value, Real) and 0 < value < math.inf):
+                raise ValueError(f"`{name}` is {value!r}: set it to a number above 0.")
         for name in ("predictor_weight_decay", "headroom_exponent"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"`{name}` is {value}: set it to 0 or more.")
-        if math.isnan(self.success_threshold):
-            raise ValueError("`success_threshold` is NaN: set it to the reward from which a leaf counts as a success.")
+            if not (_is_number(value, Real) and 0 <= value < math.inf):
+                raise ValueError(f"`{name}` is {value!r}: set it to a number, 0 or more.")
+        threshold = self.success_threshold
+        if not _is_number(threshold, Real) or math.isnan(threshold):
+            raise ValueError(
+                f"`success_threshold` is {threshold!r}: set it to the reward from which a leaf counts as a success."
+            )
         if isinstance(self.turn_stop_strings, str):
             raise ValueError(
                 f"`turn_stop_strings` is the string {self.turn_stop_strings!r}: pass a list of strings, here "
@@ -549,10 +557,10 @@ class TRACEConfig(GRPOConfig):
         if self.continuations_per_root is None:
             self.continuations_per_root = fitting[0] if fitting else 0
             if self.continuations_per_root != DEFAULT_CONTINUATIONS:
-                logger.warning(
+                # Nobody has asked for a split, so this is no warning
+                logger.info(
                     f"generation_batch_size={batch} can't be split into M * (1 + {DEFAULT_CONTINUATIONS}) leaves over "
-                    f"{self.world_size} process(es): using continuations_per_root={self.continuations_per_root}. Set "
-                    "`continuations_per_root` to silence this."
+                    f"{self.world_size} process(es): continuations_per_root is {self.continuations_per_root}."
                 )
         if not self._splits(batch, self.continuations_per_root):
             wanted = self.continuations_per_root

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .allocation import PREFIX_ALLOCATORS, PREFIXES_BY_VALUE
+from .allocation import PREFIX_ALLOCATORS, reads_values
 from .codec import Codec, Turned
 from .collecting import collecting_rarely
-from .environments.base import Action, Environment, Episode, Reply, UnsupportedError, describe
+from .environments.base import Action, Environment, Episode, Reply, RunEndingError, describe
 from .environments.forking import Snapshot, take_snapshot
 from .environments.runner import ConcurrentRunner, EnvironmentTimeout
 from .generation import Generator, Request, Sample
@@ -140,6 +140,7 @@ class Stats:
     cached_tokens: int | None = None  # of these, those in the backend's prefix cache; `None` if it has none
     environment_calls: int = 0
     environment_failures: int = 0
+    environment_errors: int = 0  # of the failures, those of steps that raised or were given up
     discarded_leaves: int = 0
     discarded_tokens: int = 0
     unforkable_prefixes: int = 0
@@ -216,6 +217,7 @@ class TreeRolloutEngine:
         self.progress = progress
         self.generating = generating
         self.schedule = schedule or Run
+        self.first_error: BaseException | None = None  # that a step of the last `run` raised
         self._resetting = 0.0  # seconds since the last `run`, which the next one counts
         self._warned = False
 
@@ -251,6 +253,7 @@ class TreeRolloutEngine:
                 was replaced ends with `bare == 0`; a reserve that was used takes over its numbers.
             seed: of the prefix allocator's random choices.
         """
+        self.first_error = None
         run = self.schedule(self, list(plans), list(reserves), seed)
         run.stats.seconds["environment"] = self._resetting
         try:
@@ -537,12 +540,14 @@ class Run:
         asking: list[tuple[Acting, Reply]] = []
         for act, reply in zip(acting, replies, strict=True):
             branch, action, _ = act
-            if isinstance(reply, UnsupportedError):
+            if isinstance(reply, RunEndingError):
                 raise reply
             if isinstance(reply, BaseException):
                 if isinstance(reply, EnvironmentTimeout):
                     branch.episode.lose(reply)
+                self.engine.first_error = self.engine.first_error or reply
                 reply = branch.episode.on_error(action, reply)
+                self.stats.environment_errors += reply.failures
             self.stats.environment_calls += reply.calls
             self.stats.environment_failures += reply.failures
             branch.info |= reply.info
@@ -675,7 +680,7 @@ class Run:
         ready = [plan for plan in self.plans if plan.bare and not plan.running and not plan.expanded]
         error = self._attempt(self._replace_agreeing, ready) if self.engine.is_mixed is not None else None
         expanding = [plan for plan in ready if plan.bare and plan.continuations]
-        if self.engine.predict is not None and self.engine.prefix_allocation in PREFIXES_BY_VALUE:
+        if self.engine.predict is not None and reads_values(PREFIX_ALLOCATORS, self.engine.prefix_allocation):
             if self.engine.sync.most(len(expanding)):
                 error = self._attempt(self._predict, expanding) or error
         for plan in ready:

@@ -65,7 +65,12 @@ def _curve(log_history: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _calibration(log_history: Sequence[Mapping[str, Any]]) -> list[str]:
-    scores = {name: _logged(log_history, key)[-SCORED_STEPS:] for key, name in SCORES.items()}
+    # Where all outcomes were of one kind, there is no AUROC, and the other scores say nothing either
+    meaningful = {step for step, _ in _logged(log_history, "predictor/auroc")}
+    scores = {
+        name: [(step, value) for step, value in _logged(log_history, key) if step in meaningful][-SCORED_STEPS:]
+        for key, name in SCORES.items()
+    }
     steps = [step for values in scores.values() for step, _ in values]
     if not steps:
         return []

@@ -72,14 +72,15 @@ def fill_first_pool(dataset: IterableDataset, pool_size: int) -> IterableDataset
     return dataset.map(fill, with_indices=True, batched=True, batch_size=pool_size)
 
 
-def allocate(pool: list[Candidate], args: Any, seed: int, parts: int = 1) -> list[int]:
+def allocate(pool: list[Candidate], args: Any, seed: int, parts: int = 1, uniform: bool = False) -> list[int]:
     """Bare rollouts `m_i` of every candidate of the pool, by the configured allocator.
 
     Args:
         parts: number of equal parts of the pool that each get an equal part of the budget.
+        uniform: whether to spend the budget uniformly instead.
     """
     # DAPO starts out uniform; what it resamples depends on outcomes
-    name = "uniform" if args.root_allocation == "dapo" else args.root_allocation
+    name = "uniform" if uniform or args.root_allocation == "dapo" else args.root_allocation
     values = [0.5 if candidate.value is None else candidate.value for candidate in pool]
     sure = [1.0 if candidate.certainty is None else candidate.certainty for candidate in pool]
     size = len(values) // parts

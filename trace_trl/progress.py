@@ -49,6 +49,12 @@ COLUMNS = (
     ("tokens", "rollout/sampled_tokens", "{:.0f}"),
     ("saved", "rollout/saved_tokens", "{:.0f}"),
 )
+WRONG = (
+    ("failures", "rollout/environment_failures", "{:.0f}"),
+    ("cut by tokens", "rollout/ended_length", "{:.0%}"),
+    ("by turns", "rollout/ended_turns", "{:.0%}"),
+    ("by observations", "rollout/ended_overflow", "{:.0%}"),
+)
 SECONDS = ("generation", "environment", "reward", "predictor")
 
 
@@ -61,7 +67,9 @@ def step_line(step: int, logs: dict[str, Any], generations: float = 1.0) -> str:
         generations: how many of them an optimizer step holds, less than 1 where several steps train one generation.
     """
     parts = []
-    for label, key, form in COLUMNS:
+    # What goes wrong is shown where it does
+    wrong = [column for column in WRONG if logs.get(column[1])]
+    for label, key, form in (*COLUMNS, *wrong):
         value = logs.get(key)
         parts.append(f"{label} {'-' if value is None else form.format(value)}")
     seconds = " ".join(f"{name} {logs.get(f'seconds/{name}') or 0.0:.1f}" for name in SECONDS)

@@ -22,20 +22,22 @@ from .tree import Leaf, RolloutTree, Turn
 
 
 MAX_DEPTH = 8  # deeper anchors are logged together
+CUT = ("length", "turns", "overflow")  # reasons of an end that a limit set
 
 
-def rollout_metrics(
-    trees: Sequence[RolloutTree], stats: Stats, training: bool, tools: bool = False
-) -> dict[str, float]:
-    """Metrics of one generation over all processes. Gathers.
+def gather_records(trees: Sequence[RolloutTree], stats: Stats) -> list[dict[str, Any]]:
+    """What each process has to tell of its scored trees, and of what its engine did. Gathers."""
+    return gather_object([record(trees, stats)])
+
+
+def rollout_metrics(records: Sequence[dict[str, Any]], training: bool, tools: bool = False) -> dict[str, float]:
+    """Metrics of one generation over all processes.
 
     Args:
-        trees: this process's scored trees.
-        stats: what its engine did.
+        records: one per process.
         training: whether prompts had groups of rollouts, so that ratios and calibration mean something.
         tools: whether the policy had tools; adds what TRL logs of their calls.
     """
-    records = gather_object([record(trees, stats)])
     metrics = summarise(records, training)
     if tools:
         calls, failures = metrics["rollout/environment_calls"], metrics["rollout/environment_failures"]
@@ -62,6 +64,8 @@ def record(trees: Sequence[RolloutTree], stats: Stats) -> dict[str, Any]:
         "prefixes": (mixed, branched),
         "predictions": [pair for tree in trees for pair in predictions(tree)],
         "successes": [leaf.success for _, leaf in leaves],
+        "rewards": [leaf.reward for _, leaf in leaves if leaf.scored],
+        "reasons": [leaf.reason for _, leaf in leaves],
         "depths": [turn.depth for turn, _ in leaves],
         "kinds": [leaf.kind for _, leaf in leaves],
         "saved_tokens": path_tokens - tree_tokens,
@@ -95,6 +99,9 @@ def summarise(records: Sequence[dict[str, Any]], training: bool) -> dict[str, fl
         "success_rate": _mean(successes),
         "rollout/turns_per_leaf": _mean([d for r in records for d in r["depths"]]),
     }
+    reasons = [reason for r in records for reason in r["reasons"]]
+    for reason in CUT:
+        metrics[f"rollout/ended_{reason}"] = _mean([found == reason for found in reasons])
     total = {
         key: sum(r["stats"][key] or 0 for r in records)
         for key in records[0]["stats"]

@@ -2,9 +2,9 @@
 Every name of TRL that this package rests on, in one place: the other modules import them from here.
 
 TRL may change private names in any release. The package therefore pins TRL's minor version. Importing this module
-compares it with what is installed, before anything of TRL is imported, and when a trainer is constructed, [`check_trl`]
-compares methods with what was built against: an upgrade fails with a sentence that names the difference, not with a
-wrong number.
+compares it with what is installed, before anything of TRL is imported. When a trainer is constructed, [`check_trl`]
+compares TRL's methods with what was built against. An upgrade thus fails with a sentence that names the difference,
+not with a wrong number.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ def check_trl() -> None:
         if found != expected:
             has = f"no GRPOTrainer.{name}" if found is None else f"GRPOTrainer.{name}({', '.join(found)})"
             raise ImportError(
-                f"trl {TRL_VERSION} has {has}, but trace_trl was built against {name}({', '.join(expected)}): install a "
-                "trl release that trace_trl supports."
+                f"trl {TRL_VERSION} has {has}, but trace_trl was built against {name}({', '.join(expected)}): install "
+                "a trl release that trace_trl supports."
             )
     for name, expected in LOOKED_UP.items():
         method = getattr(GRPOTrainer, name, None)

@@ -271,8 +271,11 @@ def simulate(config: SimulationConfig) -> list[dict[str, float | int | str]]:
         rng = np.random.default_rng([config.seed, repeat])
         values = rng.beta(*config.prompts_shape, size=config.pool_size)
         evidence, predicted = evidence_of(values), predict(values, config.noise, rng)
+        drawn: dict[Method, int] = {}  # methods that are the same draw the same
         for number, (name, method) in enumerate(METHODS.items(), start=1):
-            seed = (config.seed, repeat, number)
+            if not config.continuations:
+                method = Method(method.roots, None)
+            seed = (config.seed, repeat, drawn.setdefault(method, number))
             generations[name].append(simulate_generation(method, config, evidence, predicted, seed))
 
     results: list[dict[str, float | int | str]] = []

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import textwrap
 import time
@@ -23,14 +25,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from . import checkpoints, checks, hub, model_card, seams
+from . import advice, checkpoints, checks, hub, model_card, seams
 from .advantages import GRPO_WITHOUT_BRANCHES, compute_advantages
-from .allocation import ROOTS_BY_VALUE
+from .allocation import ROOT_ALLOCATORS, reads_values
 from .codec import Codec
 from .config import TRACEConfig
 from .continuous import ContinuousRun
 from .engine import Limits, RootPlan, Stats, TreeRolloutEngine
-from .environments.base import Episode
+from .environments.base import Episode, describe
 from .environments.callback import EnvReset, EnvStep
 from .environments.from_trainer import drop_reserved_tools, make_environment
 from .environments.none import SingleTurnEnvironment
@@ -42,7 +44,7 @@ from .pool import Candidate, PoolSampler, allocate, fill_first_pool, make_plans,
 from .predictor import PredictorTrainer, SuccessPredictor
 from .processes import AcceleratorSync, batch_reward_std, gather_on_main, normalized_rewards, share_roots
 from .progress import RolloutProgress, StepLineCallback
-from .reports import extra_columns, gather_groups, gather_lengths, length_metrics, rollout_metrics
+from .reports import extra_columns, gather_groups, gather_lengths, gather_records, length_metrics, rollout_metrics
 from .rewards import RewardScorer, step_reward
 from .rows import Rows, build_rows
 from .seams import (
@@ -63,6 +65,9 @@ from .values import AnchorValues, make_values
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 class TRACETrainer(GRPOTrainer):
@@ -203,6 +208,8 @@ quantization_config, peft_config, tools, environment_factory:
 
         self.runner = ConcurrentRunner(args.env_max_workers, loop=self._event_loop)
         self.scorer = RewardScorer(self, args.success_threshold)
+        self._outcomes = advice.OutcomeWatch(args.success_threshold)
+        self._told_of_cuts = False
         self.values = self._make_values()
         self._note = getattr(self.values, "note", None)
         self.tree_logger = None
@@ -460,7 +467,7 @@ quantization_config, peft_config, tools, environment_factory:
         local, episodes = self._candidates(inputs)
         predicting = 0.0
         with self._engine.closing_on_error(episodes):
-            if self.args.root_allocation in ROOTS_BY_VALUE:
+            if reads_values(ROOT_ALLOCATORS, self.args.root_allocation):
                 asked = time.perf_counter()
                 self.values.predict_roots(local)
                 predicting = time.perf_counter() - asked
@@ -468,8 +475,9 @@ quantization_config, peft_config, tools, environment_factory:
             plans, reserves = self._plan(local, episodes, root_seed)
         taken = {plan.episode for plan in plans + reserves}
         self._engine.close([episode for episode in episodes if episode not in taken])
-        with self.progress:
-            stats = self._engine.run(plans, reserves, seed=prefix_seed + self.accelerator.process_index)
+        # Nothing can be chosen by outcomes that are all the same
+        self._engine.prefix_allocation = "uniform" if self._outcomes.is_blind else self.args.prefix_allocation
+        stats = self._play(plans, reserves, seed=prefix_seed + self.accelerator.process_index)
         trees = [plan.tree for plan in plans + reserves if plan.bare]
         self._share_roots(trees)
         if self._trains_predictor:
@@ -500,7 +508,8 @@ quantization_config, peft_config, tools, environment_factory:
             # Another process's candidates are played by this one's engine, which is of one kind
             checks.check_prompt_kinds([c.example for c in pool], [c.prompt for c in pool])
             # A task that an environment made up is known to its own process only
-            self._counts = counts = allocate(pool, args, seed, parts=processes if self._environment_owns_data else 1)
+            parts = processes if self._environment_owns_data else 1
+            self._counts = counts = allocate(pool, args, seed, parts, uniform=self._outcomes.is_blind)
             plans, reserves = make_plans(
                 pool,
                 counts,
@@ -529,9 +538,24 @@ quantization_config, peft_config, tools, environment_factory:
             RootPlan(RolloutTree.from_prompt(c.prompt, c.prompt_ids, c.example, index=i, budget=1), episode, bare=1)
             for i, (c, episode) in enumerate(zip(candidates, episodes, strict=True))
         ]
-        with self.progress:
-            stats = self._engine.run(plans)
+        stats = self._play(plans)
         return [plan.tree for plan in plans], stats
+
+    def _play(self, plans: list[RootPlan], reserves: Sequence[RootPlan] = (), seed: int | None = None) -> Stats:
+        """Runs the engine. An environment whose every call failed, on all processes, ends the run: nothing is learned
+        from what the policy reads then."""
+        with self.progress:
+            stats = self._engine.run(plans, reserves, seed=seed)
+        calls, errors = self._sync.totals(stats.environment_calls, stats.environment_errors)
+        if errors and errors == calls:
+            with self._sync.together():
+                if self._engine.first_error is not None:
+                    raise RuntimeError(
+                        f"Each of the {calls} environment calls of this generation failed, first with "
+                        f"{type(self._engine.first_error).__name__}: {describe(self._engine.first_error)} Mend the "
+                        "environment."
+                    ) from self._engine.first_error
+        return stats
 
     # Values
 
@@ -654,7 +678,9 @@ quantization_config, peft_config, tools, environment_factory:
 
     def _log(self, mode: str, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
-            self._metrics[mode][key].append(value)
+            # What is undefined, such as the AUROC of equal outcomes, is left out: TRL would log `None`
+            if not math.isnan(value):
+                self._metrics[mode][key].append(value)
 
     def _log_lengths(self, rows: Rows) -> None:
         """What TRL logs where it generates: the length metrics, counting what the policy sampled."""
@@ -666,8 +692,22 @@ quantization_config, peft_config, tools, environment_factory:
         self._log(mode, length_metrics(lengths, truncated))
 
     def _log_rollouts(self, mode: str, trees: list[RolloutTree], stats: Stats) -> None:
-        training, tools = mode == "train", bool(self.tools)
-        self._log(mode, rollout_metrics(trees, stats, training, tools))
+        records = gather_records(trees, stats)
+        metrics = rollout_metrics(records, training=mode == "train", tools=bool(self.tools))
+        self._log(mode, metrics)
+        if mode == "train":
+            self._advise(records, metrics)
+
+    def _advise(self, records: list[dict[str, Any]], metrics: dict[str, float]) -> None:
+        blind = self._outcomes.see(
+            [success for record in records for success in record["successes"]],
+            [reward for record in records for reward in record["rewards"]],
+        )
+        cut = None if self._told_of_cuts else advice.cut_leaves(metrics)
+        self._told_of_cuts = self._told_of_cuts or cut is not None
+        for text in (blind, cut):
+            if text is not None and self.accelerator.is_main_process:
+                logger.warning(text)
 
     def _correct_group_logs(self, rows: Rows) -> None:
         """TRL takes groups of `num_generations` rows for prompts; here the trees say what belongs together."""

@@ -29,8 +29,16 @@ class ForkError(RuntimeError):
     """The state of an episode can't be copied: its prefixes are not eligible for continuations."""
 
 
-class UnsupportedError(ValueError):
-    """The environment asks for something this trainer does not do (images): ends the run, unlike other faults."""
+class RunEndingError(Exception):
+    """A fault that every step would have again: ends the run at once. Other faults of an environment cost a branch."""
+
+
+class UnsupportedError(RunEndingError, ValueError):
+    """The environment asks for something this trainer does not do (images)."""
+
+
+class ContractError(RunEndingError, TypeError):
+    """The environment's code does not return what it has to."""
 
 
 @dataclass(slots=True)
@@ -125,7 +133,7 @@ class Episode:
         """`step` with its errors answered, in a worker: plays a recorded turn again."""
         try:
             return settle(self.step(action), self.loop)
-        except UnsupportedError:
+        except RunEndingError:
             raise
         except BaseException as error:  # as the runner does: an environment may try to exit
             return self.on_error(action, error)

@@ -11,6 +11,7 @@ from typing import Any
 from ..foreign import nests_deeper, optional_method, shown, sound, sound_text
 from .base import (
     Action,
+    ContractError,
     Environment,
     Episode,
     Reply,
@@ -106,8 +107,10 @@ class CallbackEpisode(Episode):
 
     def _reply(self, result: StepResult) -> Reply:
         if not isinstance(result, StepResult):
-            raise TypeError(
-                f"env_step returned {type(result).__name__}: return a StepResult(observation, done, reward, state)."
+            kind = "nothing" if result is None else f"an object of type {type(result).__name__}"
+            raise ContractError(
+                f"env_step returned {kind} ({shown(result)}): return `trace_trl.StepResult(observation=.., done=.., "
+                "reward=..)`."
             )
         if result.state is not None:
             self.environment = result.state
