@@ -72,9 +72,9 @@ def trained(tmp_path, rewards, caplog, monkeypatch, **kwargs):
 
     generations = []
 
-    def allocate(pool, args, seed, parts, uniform):
-        counts = original(pool, args, seed, parts, uniform)
-        generations.append((uniform, counts))
+    def allocate(pool, args, seed, **options):
+        counts = original(pool, args, seed, **options)
+        generations.append((options["uniform"], counts))
         return counts
 
     original = module.allocate

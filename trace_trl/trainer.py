@@ -509,7 +509,7 @@ quantization_config, peft_config, tools, environment_factory:
             checks.check_prompt_kinds([c.example for c in pool], [c.prompt for c in pool])
             # A task that an environment made up is known to its own process only
             parts = processes if self._environment_owns_data else 1
-            self._counts = counts = allocate(pool, args, seed, parts, uniform=self._outcomes.is_blind)
+            self._counts = counts = allocate(pool, args, seed, parts=parts, uniform=self._outcomes.is_blind)
             plans, reserves = make_plans(
                 pool,
                 counts,
