@@ -310,7 +310,10 @@ quantization_config, peft_config, tools, environment_factory:
         # vLLM may take less than the model does: `vllm_max_model_length`
         own = None if self._backend is None else self._backend.context_length
         lengths = [getattr(self.model.config.get_text_config(), "max_position_embeddings", None), own]
-        return min((length for length in lengths if length is not None), default=None)
+        shortest = min((length for length in lengths if length is not None), default=None)
+        adapters = getattr(self.model, "peft_config", {}).values()
+        virtual = max((getattr(adapter, "num_virtual_tokens", None) or 0 for adapter in adapters), default=0)
+        return None if shortest is None else shortest - virtual
 
     def _environment_name(self, example: dict[str, Any]) -> str | None:
         return example.get("environment") if self._multi_environment else None
