@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from toys import few_words, make_model, make_tokenizer, make_trainer, usual
 from trace_trl import StepResult
@@ -199,6 +199,39 @@ def test_case_47_a_policy_with_virtual_tokens_trains(tmp_path, config):
     assert trainer._context_length() == trainer.model.config.max_position_embeddings - 4
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+LM_HEAD = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])}
+
+
+@pytest.mark.parametrize("kwargs", [{}, LORA, LM_HEAD], ids=["plain", "lora", "lm_head trained in full"])
+def test_case_48_the_head_is_as_wide_as_the_last_hidden_state(tmp_path, kwargs):
+    """OPT, whose last hidden state of 16 is projected from a `hidden_size` of 32: it trains, and the head reads 16."""
+    config = OPTConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=32,
+        word_embed_proj_dim=16,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+        bos_token_id=None,
+        dropout=0.0,
+    )
+    trainer = make_trainer(
+        tmp_path,
+        model=OPTForCausalLM(config),
+        dataset=Dataset.from_list(rows(False)),
+        generation_batch_size=12,
+        continuations_per_root=2,
+        max_steps=1,
+        **kwargs,
+    )
+    assert trainer.predictor.input_size == 16
+    trainer.train()
+    assert trainer.predictor_trainer.buffer.features.size(1) == 16
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 1, 3, 3, 9, 2, 7)])
