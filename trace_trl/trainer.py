@@ -197,6 +197,8 @@ quantization_config, peft_config, tools, environment_factory:
 
         self.runner = ConcurrentRunner(args.env_max_workers, loop=self._event_loop)
         self.scorer = RewardScorer(self, args.success_threshold)
+        if not args.remove_unused_columns:
+            checks.check_reward_columns([train_dataset, eval_dataset], self.scorer.reserved_columns)
         self.values = self._make_values()
         self._note = getattr(self.values, "note", None)
         self.tree_logger = None
@@ -441,9 +443,10 @@ quantization_config, peft_config, tools, environment_factory:
         with self._engine.closing_on_error(episodes), self._sync.together():
             # Only an environment that owns the data may leave the prompt out, as in TRL
             needs_prompt = self.environment_factories is None
-            rows = [(row, row.get("prompt")) for row in inputs]
+            rows, reserved = [(row, row.get("prompt")) for row in inputs], self.scorer.reserved_columns
             for row, prompt in rows:
                 checks.check_row(row, prompt, needs_prompt)
+                checks.check_columns(row, reserved)
             episodes += self._engine.reset(rows)
             prompts = [episode.prompt for episode in episodes]
             checks.check_prompt_kinds(inputs, prompts)
