@@ -163,7 +163,7 @@ class RewardScorer:
                 )
             # Leaves are scored in another order than they are logged in
             for (_, turn), value in zip(leaves, values, strict=True):
-                turn.leaf.extras[column] = value  # type: ignore[union-attr]
+                turn.leaf.extras[str(column)] = value  # type: ignore[union-attr]
 
         kwargs["log_extra"] = log_extra
         environments = [turn.leaf.environment for _, turn in leaves]  # type: ignore[union-attr]

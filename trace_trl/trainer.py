@@ -49,6 +49,7 @@ from .reports import extra_columns, gather_groups, gather_lengths, length_metric
 from .rewards import RewardScorer, step_reward
 from .rows import Rows, build_rows
 from .sparse_loss import needed_rows_only
+from .tables import loggable
 from .tree import RolloutTree
 from .tree_log import TreeLogger, tree_to_dict
 from .values import AnchorValues, make_values
@@ -653,6 +654,15 @@ quantization_config, peft_config, tools, environment_factory:
         return self.accelerator.gather(torch.tensor(rewards, dtype=torch.float32, device=self.accelerator.device))
 
     # Logs
+
+    def log(self, logs, start_time=None):
+        kept = self._logs
+        if self.log_completions and self.accelerator.is_main_process:
+            self._logs = loggable(kept)
+        try:
+            super().log(logs, start_time)
+        finally:
+            self._logs = kept
 
     def _log(self, mode: str, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
