@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3ForSequenceClassification
 from trl import GRPOConfig
 
 from toys import chat_dataset, length_reward, make_config, make_model, make_tokenizer, string_dataset
@@ -418,7 +419,8 @@ class Game:
 def test_no_reward_source(tmp_path, reward_funcs):
     with pytest.raises(ValueError) as error:
         trainer(tmp_path, reward_funcs=reward_funcs)
-    says(error, "`reward_funcs`", "`env_step`", "`environment_factory`", "`get_reward`")
+    # The first words are TRL's, which scripts and its own tests look for
+    says(error, "No reward source provided", "`reward_funcs`", "`env_step`", "`environment_factory`", "`get_reward`")
 
 
 @pytest.mark.parametrize("reward_funcs", [None, []])
@@ -469,6 +471,44 @@ def test_dataset_without_prompts(tmp_path):
         with pytest.raises(ValueError) as error:
             trainer(tmp_path, **options)
         says(error, "no column 'prompt'", "answer, question", "rename or add", "`environment_factory`")
+
+
+def with_column(dataset, name):
+    return dataset.add_column(name, ["x"] * len(dataset))
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "step_rewards"])
+@pytest.mark.parametrize("place", ["train", "eval", "stream", "nameless stream"])
+def test_case_55_column_of_a_name_that_rewards_are_called_with(tmp_path, name, place):
+    """A data set with a column `completions`, `prompts`, or, with `env_step`, `step_rewards`: refused by name."""
+    taken = with_column(string_dataset(), name)
+    data = {
+        "train": dict(train_dataset=taken),
+        "eval": dict(eval_dataset={"dev": taken}),
+        "stream": dict(train_dataset=taken.to_iterable_dataset()),
+        "nameless stream": dict(train_dataset=IterableDataset.from_generator(lambda: iter(taken))),
+    }[place]
+    with pytest.raises(ValueError) as error:
+        run = trainer(tmp_path, env_step=env_step, **data)
+        assert place == "nameless stream"
+        run.train()
+    says(error, repr(name), "rename or remove")
+
+
+def test_case_55_rows_to_roll_out_with_such_a_column(tmp_path):
+    run = trainer(tmp_path)
+    with pytest.raises(ValueError) as error:
+        run.rollout([{"prompt": "what is red", "completions": "x"}])
+    says(error, "'completions'", "rename or remove")
+
+
+def test_case_55_columns_that_no_reward_function_gets_are_no_fault(tmp_path):
+    """Columns that TRL drops, or where only a model judges."""
+    taken = with_column(string_dataset(), "completions")
+    trainer(tmp_path, args=make_config(tmp_path, remove_unused_columns=True), train_dataset=taken)
+    trainer(tmp_path, train_dataset=with_column(string_dataset(), "step_rewards"))
+    judge = Qwen3ForSequenceClassification(make_model().config)
+    trainer(tmp_path, reward_funcs=judge, train_dataset=taken, reward_processing_classes=make_tokenizer())
 
 
 @pytest.mark.parametrize("environment", [dict(tools=[add]), dict(environment_factory=Game)], ids=["tools", "methods"])

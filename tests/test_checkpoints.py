@@ -14,7 +14,7 @@ from trl.trainer.utils import RepeatSampler
 
 from toys import few_words, length_reward, make_config, make_model, make_tokenizer, string_dataset
 from trace_trl import SuccessPredictor, TRACETrainer
-from trace_trl.checkpoints import STAGING, load_state
+from trace_trl.checkpoints import STAGING, load_head, load_state
 from trace_trl.pool import PoolSampler
 
 
@@ -214,6 +214,71 @@ def test_a_checkpoint_of_another_number_of_processes(tmp_path, caplog):
     assert saved[0]["step"] == state["predictor"]["optimizer"]["state"][0]["step"] > 0
     for name, weight in first.predictor.state_dict().items():
         assert torch.equal(weight, second.predictor.state_dict()[name])
+
+
+WIDE, NARROW = (
+    dict(per_device_train_batch_size=rows, gradient_accumulation_steps=accumulated)
+    for rows, accumulated in [(12, 1), (6, 2)]
+)
+
+
+@pytest.mark.parametrize("sizes", [(WIDE, NARROW), (NARROW, WIDE)], ids=["narrower", "wider"])
+def test_case_43_rows_cut_for_other_batches_are_not_trained(tmp_path, caplog, sizes):
+    """Saved after one of a generation's two optimizer steps, resumed with another batch per device: the generation
+    starts anew, with a warning; every optimizer step trains the 12 rows that the new sizes say."""
+    first, second = sizes
+    saved = make_trainer(tmp_path, max_steps=1, **first)
+    saved.train()
+    resumed = make_trainer(tmp_path, max_steps=3, **second)
+    trained, compute_loss = [], resumed._compute_loss
+
+    def watched(model, inputs):
+        trained.append((resumed.state.global_step, len(inputs["completion_ids"])))
+        return compute_loss(model, inputs)
+
+    resumed._compute_loss = watched
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "per_device_train_batch_size" in caplog.text and "starts anew" in caplog.text
+    rows, accumulated = second["per_device_train_batch_size"], second["gradient_accumulation_steps"]
+    assert trained == [(step, rows) for step in (1, 2) for _ in range(accumulated)]
+    assert logs_of(resumed)[2]["reward"] != logs_of(saved)[1]["reward"]
+    # The anchors are those of the policy, however its rows were cut
+    saved_state = torch.load(tmp_path / "checkpoint-1" / "trace_state_0.pt", weights_only=True)
+    anchors = saved_state["predictor"]["features"]
+    assert torch.equal(resumed.predictor_trainer.buffer.features[: len(anchors)], anchors)
+
+
+@pytest.mark.parametrize("changed", [{"num_iterations": 2}, {"generation_batch_size": 48}], ids=str)
+def test_case_43_another_number_of_steps_per_generation(tmp_path, caplog, changed):
+    """Other settings by which a generation is cut into steps: the generation starts anew."""
+    make_trainer(tmp_path, max_steps=1, **WIDE).train()
+    resumed = make_trainer(tmp_path, max_steps=3, **WIDE | changed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "starts anew" in caplog.text and resumed.state.global_step == 3
+    assert resumed._step == 2
+
+
+def test_case_43_between_generations_nothing_is_lost(tmp_path, caplog):
+    """Saved where a generation ended: other sizes need no warning."""
+    make_trainer(tmp_path, max_steps=2, **WIDE).train()
+    resumed = make_trainer(tmp_path, max_steps=4, **NARROW)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "anew" not in caplog.text and resumed._step == 4
+
+
+def test_case_59_a_head_of_another_width_is_told_by_its_option(tmp_path):
+    """`predictor_hidden_size` changed before a resume: one sentence with the option, the old and the new value."""
+    make_trainer(tmp_path, max_steps=1, predictor_hidden_size=16).train()
+    resumed = make_trainer(tmp_path, max_steps=2, predictor_hidden_size=8)
+    with pytest.raises(ValueError, match="`predictor_hidden_size=16`.* run is 8: set it to 16"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_case_59_a_head_for_another_model_is_told(tmp_path):
+    """The saved head reads hidden states of another width: no option of the predictor mends that."""
+    SuccessPredictor(48, 16).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match="48 wide, and this run's model gives 32"):
+        load_head(SuccessPredictor(32, 16), str(tmp_path))
 
 
 @pytest.mark.parametrize("lost", [0, 1])

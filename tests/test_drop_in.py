@@ -505,6 +505,43 @@ def test_case_18_several_weighted_reward_functions(tmp_path, remove_unused_colum
         assert last["reward"] == pytest.approx(sum(total) / 12, abs=1e-6)
 
 
+def test_case_55_columns_of_other_names_come_as_in_trl(tmp_path):
+    """Columns named like what a reward function gets besides: the same ones are passed, dropped or hidden."""
+    names = [
+        "completion",
+        "completion_ids",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+        "environments",
+        "step_rewards",
+    ]
+
+    def script(Trainer, Config):
+        seen = []
+
+        def reward(completions, **kwargs):
+            seen.append({key: value == ["x"] * len(completions) for key, value in kwargs.items()})
+            return length_reward(completions)
+
+        dataset = string_dataset()
+        for name in names:
+            dataset = dataset.add_column(name, ["x"] * len(dataset))
+        trainer = Trainer(
+            model=make_model(),
+            reward_funcs=reward,
+            args=Config(**options(tmp_path)),
+            train_dataset=dataset,
+            processing_class=make_tokenizer(template=None),
+        )
+        trainer.train()
+        trainer.seen = seen
+        return trainer
+
+    theirs, ours = drop_in(script)
+    assert all(call == theirs.seen[0] for call in [*theirs.seen, *ours.seen])
+
+
 def test_reward_functions_log_metrics_and_columns(tmp_path):
     def reward(prompts, completions, log_extra, log_metric, trainer_state, **kwargs):
         assert trainer_state.max_steps == 2

@@ -12,9 +12,9 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from leaves import elsewhere, scored
 from toys import few_words, make_model, make_tokenizer, make_trainer, usual
@@ -155,6 +155,84 @@ def test_case_20_what_stands_there(tmp_path, kwargs):
             expected = model(ids, output_hidden_states=True).hidden_states[-1][0, -1]
         torch.testing.assert_close(kept[anchor], expected, rtol=1e-5, atol=1e-5)
         assert not kept[anchor].requires_grad
+
+
+VIRTUAL = [
+    PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM"),
+    PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+]
+
+
+@pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: config.peft_type.value)
+def test_case_47_positions_count_virtual_tokens(tmp_path, config):
+    """4 virtual tokens before a prefix of 7: the state of its last token is read, the one that tells it from a prefix
+    that differs there only."""
+    trainer = predicting_trainer(tmp_path, peft_config=config)
+    histories = [usual(TOKENIZER, f"what is the capital of france {end}") for end in ("red", "green")]
+    read = trainer.values.hidden_states.read(
+        [*histories, histories[0][:-1]], [[len(ids) - 1] for ids in histories] + [[0]]
+    )
+    assert not torch.allclose(read[0], read[1], atol=1e-4)
+    model = trainer.model.eval()
+    for ids, states in zip(histories, read, strict=False):
+        with torch.no_grad():
+            expected = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][:, -1]
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: config.peft_type.value)
+def test_case_47_a_policy_with_virtual_tokens_trains(tmp_path, config):
+    """Rollouts, values and losses of a policy with 4 virtual tokens; they take 4 places of the model's context."""
+    trainer = make_trainer(
+        tmp_path,
+        peft_config=config,
+        generation_batch_size=12,
+        continuations_per_root=2,
+        env_step=env_step,
+        env_reset=dict,
+        reward_funcs=None,
+        dataset=Dataset.from_list(rows(False)),
+        generation_kwargs=few_words("red green"),
+        max_completion_length=40,
+        max_steps=1,
+    )
+    assert trainer._context_length() == trainer.model.config.max_position_embeddings - 4
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+LM_HEAD = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])}
+
+
+@pytest.mark.parametrize("kwargs", [{}, LORA, LM_HEAD], ids=["plain", "lora", "lm_head trained in full"])
+def test_case_48_the_head_is_as_wide_as_the_last_hidden_state(tmp_path, kwargs):
+    """OPT, whose last hidden state of 16 is projected from a `hidden_size` of 32: it trains, and the head reads 16."""
+    config = OPTConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=32,
+        word_embed_proj_dim=16,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+        bos_token_id=None,
+        dropout=0.0,
+    )
+    trainer = make_trainer(
+        tmp_path,
+        model=OPTForCausalLM(config),
+        dataset=Dataset.from_list(rows(False)),
+        generation_batch_size=12,
+        continuations_per_root=2,
+        max_steps=1,
+        **kwargs,
+    )
+    assert trainer.predictor.input_size == 16
+    trainer.train()
+    assert trainer.predictor_trainer.buffer.features.size(1) == 16
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 1, 3, 3, 9, 2, 7)])

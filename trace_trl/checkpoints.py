@@ -110,6 +110,7 @@ def save_state(trainer: Any, checkpoint: str) -> None:
     is_trained = trainer._step % generate_every == 0
     state = {
         "processes": args.world_size,
+        "sizes": _sizes(args),
         "step": trainer._step,
         "rows": None if is_trained else send_to_device(trainer._buffered_inputs, "cpu"),
         "metrics": {
@@ -123,25 +124,52 @@ def save_state(trainer: Any, checkpoint: str) -> None:
     torch.save(state, os.path.join(checkpoint, state_file(args.process_index)))
 
 
+def _sizes(args: Any) -> dict[str, int]:
+    """What rows are cut into micro-batches by, and how often each is trained: rows that are left fit no other."""
+    names = ("per_device_train_batch_size", "steps_per_generation", "gradient_accumulation_steps", "num_iterations")
+    return {name: getattr(args, name) for name in names}
+
+
 def load_head(predictor: SuccessPredictor, checkpoint: str) -> bool:
     """Loads the value head of a checkpoint, if it has one: whether it does. Called by all processes, of which only the
-    first need see the file."""
+    first need see the file.
+
+    Raises:
+        ValueError: on every process, if it is of another size.
+    """
     found = os.path.exists(os.path.join(checkpoint, HEAD_CONFIG))
-    if found:
-        predictor.load_state_dict(SuccessPredictor.from_pretrained(checkpoint).state_dict())
+    saved = SuccessPredictor.from_pretrained(checkpoint) if found else None
+    (sizes,) = broadcast_object_list([None if saved is None else (saved.input_size, saved.hidden_size)])
+    if sizes is None:
+        return False
+    input_size, hidden_size = sizes
+    if input_size != predictor.input_size:
+        raise ValueError(
+            f"The value head in {checkpoint} reads hidden states that are {input_size} wide, and this run's model "
+            f"gives {predictor.input_size}: go on with the model that the checkpoint is of."
+        )
+    if hidden_size != predictor.hidden_size:
+        raise ValueError(
+            f"The value head in {checkpoint} was trained with `predictor_hidden_size={hidden_size}`, which in this "
+            f"run is {predictor.hidden_size}: set it to {hidden_size}."
+        )
+    if saved is not None:
+        predictor.load_state_dict(saved.state_dict())
     for parameter in predictor.parameters():
         broadcast(parameter.data)
-    return bool(broadcast_object_list([found])[0])
+    return True
 
 
 def load_state(trainer: Any, checkpoint: str) -> None:
     """Brings a process to where [`save_state`] found it. Called by all processes together.
 
     A checkpoint of plain GRPO has no such state, and training goes on from it as in TRL. One of another number of
-    processes gives the value head and its optimizer; the generation batch starts anew.
+    processes gives the value head and its optimizer; the generation batch starts anew, as it does where rows are cut
+    into other micro-batches.
 
     Raises:
         FileNotFoundError: on every process, if the state of some of them is missing, or the value head that it is of.
+        ValueError: on every process, if the value head is of another size.
     """
     process, processes = trainer.args.process_index, trainer.args.world_size
     predictor_trainer, most = trainer.predictor_trainer, trainer._sync.most
@@ -178,10 +206,21 @@ def load_state(trainer: Any, checkpoint: str) -> None:
         )
     if predictor_trainer is not None and state is not None and state["predictor"] is not None:
         predictor_trainer.load_state_dict(state["predictor"], with_anchors=saved_by == processes)
-    if state is not None and saved_by == processes:
-        trainer._step = state["step"]
-        trainer._buffered_inputs = send_to_device(state["rows"], trainer.accelerator.device)
+    if state is not None:
         trainer._outcomes.generations = state["generations_of_one_outcome"]
+    if state is not None and saved_by == processes:
+        saved, sizes = state.get("sizes", {}), _sizes(trainer.args)
+        if saved == sizes:
+            trainer._step = state["step"]
+            trainer._buffered_inputs = send_to_device(state["rows"], trainer.accelerator.device)
+        elif state["rows"] is not None:
+            changed = [
+                f"`{name}={saved.get(name)}` (now {size})" for name, size in sizes.items() if saved.get(name) != size
+            ]
+            logger.warning(
+                f"{checkpoint} was saved inside a generation, with {', '.join(changed)}: the rows that were left are "
+                "not trained, and the generation batch starts anew."
+            )
         for mode, metrics in state["metrics"].items():
             trainer._metrics[mode].clear()
             trainer._metrics[mode].update(metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -45,18 +45,17 @@ def check_arguments(
     # An environment may bring a reward of its own; TRL looks for it
     if not reward_funcs and env_step is None and environment_factory is None:
         raise ValueError(
-            "Nothing gives a reward: pass `reward_funcs`, an `env_step` that returns rewards, or an "
+            "No reward source provided: pass `reward_funcs`, an `env_step` that returns rewards, or an "
             "`environment_factory` whose environment defines `get_reward`."
         )
 
 
 def check_tool_datasets(*datasets: Any) -> None:
     """Raises `ValueError` for data sets whose first prompt can't list tools."""
-    for dataset in datasets:
-        for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            example = first_row(part)
-            if example is not None:
-                check_tool_row(example)
+    for part in _parts(datasets):
+        example = first_row(part)
+        if example is not None:
+            check_tool_row(example)
 
 
 def check_tool_row(example: dict[str, Any]) -> None:
@@ -89,23 +88,38 @@ def check_datasets(*datasets: Any, needs_prompt: bool = True) -> None:
     Args:
         needs_prompt: whether rows must have a prompt; an environment may give it instead.
     """
-    for dataset in datasets:
-        for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            columns = set(getattr(part, "column_names", None) or [])
-            if needs_prompt and columns and "prompt" not in columns:
-                raise ValueError(
-                    f"The dataset has no column 'prompt' (its columns: {', '.join(sorted(columns))}): rename or add "
-                    "one, or pass an `environment_factory` whose `reset` gives the prompt."
-                )
-            images = {"image", "images"} & columns
-            if images:
-                raise ValueError(
-                    f"The dataset has the column {', '.join(sorted(images))!r}: TRACETrainer trains on text only, so "
-                    "remove it (`dataset.remove_columns`), or use TRL's GRPOTrainer."
-                )
-            example = first_row(part)
-            if example is not None and "prompt" in example:
-                check_row(example, example["prompt"], needs_prompt)
+    for part in _parts(datasets):
+        columns = column_names(part)
+        if needs_prompt and columns and "prompt" not in columns:
+            raise ValueError(
+                f"The dataset has no column 'prompt' (its columns: {', '.join(sorted(columns))}): rename or add "
+                "one, or pass an `environment_factory` whose `reset` gives the prompt."
+            )
+        images = {"image", "images"} & columns
+        if images:
+            raise ValueError(
+                f"The dataset has the column {', '.join(sorted(images))!r}: TRACETrainer trains on text only, so "
+                "remove it (`dataset.remove_columns`), or use TRL's GRPOTrainer."
+            )
+        example = first_row(part)
+        if example is not None and "prompt" in example:
+            check_row(example, example["prompt"], needs_prompt)
+
+
+def check_reward_columns(datasets: Sequence[Any], reserved: Collection[str]) -> None:
+    """[`check_columns`] of data sets, as far as they tell their columns."""
+    for part in _parts(datasets):
+        check_columns(column_names(part), reserved)
+
+
+def check_columns(names: Iterable[str], reserved: Collection[str]) -> None:
+    """Raises `ValueError` for columns whose names reward functions are called with for something else."""
+    taken = sorted(set(names) & set(reserved))
+    if taken:
+        raise ValueError(
+            f"The dataset has the column {', '.join(map(repr, taken))}, a name that reward functions are called with "
+            "for something else: rename or remove it (`dataset.rename_column`, `dataset.remove_columns`)."
+        )
 
 
 def check_row(example: dict[str, Any], prompt: Any, needs_prompt: bool = True) -> None:
@@ -189,6 +203,16 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def _start_of(example: dict[str, Any]) -> str:
     return repr(str(example)[:80])
+
+
+def _parts(datasets: Iterable[Any]) -> Iterator[Any]:
+    for dataset in datasets:
+        yield from dataset.values() if isinstance(dataset, dict) else [dataset]
+
+
+def column_names(dataset: Any) -> set[str]:
+    """The columns of a data set, as far as they are known before it is read."""
+    return set(getattr(dataset, "column_names", None) or [])
 
 
 def first_row(dataset: Any) -> dict[str, Any] | None:

@@ -346,13 +346,15 @@ class HiddenStates:
         features: dict[int, torch.Tensor] = {}
         with _evaluation(model), _resharded(model), _last_hidden_state(model) as hidden, self.context():
             for batch in batches:
-                self._forward(model, [sequences[index] for index in batch] or [[self.pad_token_id]])
+                width = self._forward(model, [sequences[index] for index in batch] or [[self.pad_token_id]])
                 counts = [len(positions[index]) for index in batch]
                 rows = [row for row, count in enumerate(counts) for _ in range(count)]
                 wanted = [position for index in batch for position in positions[index]]
                 where = torch.tensor([rows, wanted], dtype=torch.long, device=hidden[0].device)
+                # Prompt tuning puts virtual tokens before the first
+                own = hidden[0][:, hidden[0].size(1) - width :]
                 # Copied from the device once, not once per sequence
-                states = hidden[0][where[0], where[1]].float().cpu()
+                states = own[where[0], where[1]].float().cpu()
                 features.update(zip(batch, states.split(counts), strict=True))
                 hidden.clear()
         return [features[index] for index in range(len(sequences))]
@@ -367,7 +369,8 @@ class HiddenStates:
             start += count
         return batches
 
-    def _forward(self, model: nn.Module, sequences: list[list[int]]) -> None:
+    def _forward(self, model: nn.Module, sequences: list[list[int]]) -> int:
+        """Returns the number of tokens they are padded to."""
         device = next(model.parameters()).device
         width = max(map(len, sequences))
         # Padded on the right: a token's hidden state depends on nothing behind it
@@ -380,6 +383,7 @@ class HiddenStates:
         model(
             input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), logits_to_keep=1, use_cache=False
         )
+        return width
 
 
 @contextmanager

@@ -44,6 +44,13 @@ class RewardScorer:
         self._warned = False
 
     @property
+    def reserved_columns(self) -> set[str]:
+        """Columns that no data set may have: each would be passed twice, or hidden by what the name stands for."""
+        functions = [function for function in self.trainer.reward_funcs if not isinstance(function, nn.Module)]
+        reserved = {"prompts", "completions"} if functions else set()
+        return reserved | ({"step_rewards"} if step_reward in functions and len(functions) > 1 else set())
+
+    @property
     def has_models(self) -> bool:
         return any(isinstance(function, nn.Module) for function in self.trainer.reward_funcs)
 
@@ -82,9 +89,11 @@ class RewardScorer:
     def _warn(tree: RolloutTree, turn: Turn) -> None:
         assert turn.leaf is not None
         logger.warning(
-            "A rollout got no reward from any reward function (or `env_step`), so it carries no signal: it ended by "
-            f"{turn.leaf.reason!r} after {turn.depth} turn(s), the last of which was {turn.text!r}, for the prompt "
-            f"{tree.prompt!r}. Make sure that each rollout gets at least one reward. Further ones are not reported."
+            "All reward functions returned None for the following kwargs: "
+            f"{dict(prompt=tree.prompt, completion=turn.text)}. "
+            "So this rollout got no reward (an `env_step` gave none either) and carries no signal; it ended by "
+            f"{turn.leaf.reason!r} after {turn.depth} turn(s). Make sure that each rollout gets at least one reward. "
+            "Further ones are not reported."
         )
 
     def _rewards(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> torch.Tensor:
@@ -152,7 +161,7 @@ class RewardScorer:
                 )
             # Leaves are scored in another order than they are logged in
             for (_, turn), value in zip(leaves, values, strict=True):
-                turn.leaf.extras[column] = value  # type: ignore[union-attr]
+                turn.leaf.extras[str(column)] = value  # type: ignore[union-attr]
 
         kwargs["log_extra"] = log_extra
         environments = [turn.leaf.environment for _, turn in leaves]  # type: ignore[union-attr]

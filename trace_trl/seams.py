@@ -93,6 +93,7 @@ OVERRIDDEN = {
     "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
     "training_step": ("self", "model", "inputs", "num_items_in_batch"),
     "_compute_loss": ("self", "model", "inputs"),
+    "log": ("self", "logs", "start_time"),
     "_save": ("self", "output_dir", "state_dict"),
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_best_model": ("self",),
@@ -141,6 +142,7 @@ LOOKED_UP = {
         *("_get_per_token_logps_and_entropies", "beta", "top_entropy_quantile", "_entropy_bonus_enabled"),
         "aux_loss_enabled",
     ),
+    "log": ("_logs", "log_completions"),
     "_save_checkpoint": ("_get_output_dir",),
     "_tokenize_prompts": ("_batch_environments", "_env_tools", "environment_factories"),
 }

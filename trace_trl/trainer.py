@@ -57,6 +57,7 @@ from .seams import (
     start_event_loop_in_daemon,
 )
 from .sparse_loss import needed_rows_only
+from .tables import loggable
 from .tree import RolloutTree
 from .tree_log import TreeLogger, tree_to_dict
 from .values import AnchorValues, make_values
@@ -210,6 +211,8 @@ quantization_config, peft_config, tools, environment_factory:
         self.scorer = RewardScorer(self, args.success_threshold)
         self._outcomes = advice.OutcomeWatch(args.success_threshold)
         self._told_of_cuts = False
+        if not args.remove_unused_columns:
+            checks.check_reward_columns([train_dataset, eval_dataset], self.scorer.reserved_columns)
         self.values = self._make_values()
         self._note = getattr(self.values, "note", None)
         self.tree_logger = None
@@ -322,7 +325,10 @@ quantization_config, peft_config, tools, environment_factory:
         # vLLM may take less than the model does: `vllm_max_model_length`
         own = None if self._backend is None else self._backend.context_length
         lengths = [getattr(self.model.config.get_text_config(), "max_position_embeddings", None), own]
-        return min((length for length in lengths if length is not None), default=None)
+        shortest = min((length for length in lengths if length is not None), default=None)
+        adapters = getattr(self.model, "peft_config", {}).values()
+        virtual = max((getattr(adapter, "num_virtual_tokens", None) or 0 for adapter in adapters), default=0)
+        return None if shortest is None else shortest - virtual
 
     def _environment_name(self, example: dict[str, Any]) -> str | None:
         return example.get("environment") if self._multi_environment else None
@@ -450,9 +456,10 @@ quantization_config, peft_config, tools, environment_factory:
         with self._engine.closing_on_error(episodes), self._sync.together():
             # Only an environment that owns the data may leave the prompt out, as in TRL
             needs_prompt = self.environment_factories is None
-            rows = [(row, row.get("prompt")) for row in inputs]
+            rows, reserved = [(row, row.get("prompt")) for row in inputs], self.scorer.reserved_columns
             for row, prompt in rows:
                 checks.check_row(row, prompt, needs_prompt)
+                checks.check_columns(row, reserved)
             episodes += self._engine.reset(rows)
             prompts = [episode.prompt for episode in episodes]
             checks.check_prompt_kinds(inputs, prompts)
@@ -675,6 +682,15 @@ quantization_config, peft_config, tools, environment_factory:
         return self.accelerator.gather(torch.tensor(rewards, dtype=torch.float32, device=self.accelerator.device))
 
     # Logs
+
+    def log(self, logs, start_time=None):
+        kept = self._logs
+        if self.log_completions and self.accelerator.is_main_process:
+            self._logs = loggable(kept)
+        try:
+            super().log(logs, start_time)
+        finally:
+            self._logs = kept
 
     def _log(self, mode: str, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():

@@ -127,7 +127,8 @@ def make_values(trainer: Any, most: Callable[[int], int]) -> AnchorValues | None
     args, accelerator = trainer.args, trainer.accelerator
     if not (args.needs_predictor or args.train_predictor):
         return None
-    size = trainer.model.config.get_text_config().hidden_size
+    # Not the configuration's width: a decoder may project its last state. TRL multiplies it by this layer's weights
+    size = trainer.model.get_output_embeddings().in_features
     predictor = SuccessPredictor(size, args.predictor_hidden_size, seed=args.seed).to(accelerator.device)
     several = accelerator.num_processes > 1
     predictor_trainer = PredictorTrainer(
