@@ -1,4 +1,4 @@
-"""Prints the names of the tests that failed, each with the last lines of what it said: `python .ci/failures.py FILE`."""
+"""Prints which tests failed, each with the last lines of what it said: `python .ci/failures.py JUNIT_FILE`."""
 
 import sys
 import xml.etree.ElementTree
