@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3ForSequenceClassification
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3ForSequenceClassification
 from trl import GRPOConfig
 
 from toys import chat_dataset, length_reward, make_config, make_model, make_tokenizer, string_dataset
@@ -471,6 +472,50 @@ def test_dataset_without_prompts(tmp_path):
         with pytest.raises(ValueError) as error:
             trainer(tmp_path, **options)
         says(error, "no column 'prompt'", "answer, question", "rename or add", "`environment_factory`")
+
+
+def frozen_adapter():
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return get_peft_model(make_model(), lora).requires_grad_(False)
+
+
+@pytest.mark.parametrize("with_adapter", [True, False])
+def test_case_57_a_frozen_model_with_a_reference(tmp_path, with_adapter):
+    """No parameter requires a gradient and `beta` is above 0: TRL's copy of the adapter would be trained instead."""
+    model = frozen_adapter()
+    if not with_adapter:
+        make_model().save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)
+    with pytest.raises(ValueError) as error:
+        trainer(tmp_path, model=model, args=make_config(tmp_path, beta=0.1))
+    says(error, "No parameter of the model requires a gradient", "`is_trainable=True`", "`requires_grad`")
+
+
+def test_case_57_a_frozen_model_can_be_evaluated_and_not_trained(tmp_path):
+    run = trainer(tmp_path, model=frozen_adapter())
+    assert len(run.rollout([{"prompt": "what is red"}])) == 1
+    with pytest.raises(ValueError) as error:
+        run.train()
+    says(error, "No parameter of the model requires a gradient")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_case_58_evaluation_by_hand_with_a_batch_that_does_not_divide(tmp_path, streamed):
+    """`evaluate(dataset)` with batches of 8 rows and 6 rollouts of each prompt: a sentence with the numbers, before
+    anything is sampled."""
+    run = trainer(tmp_path, args=make_config(tmp_path, per_device_eval_batch_size=8, num_generations_eval=6))
+    run._engine.generate = None
+    with pytest.raises(ValueError) as error:
+        run.evaluate(string_dataset(4).to_iterable_dataset() if streamed else string_dataset(4))
+    says(error, "8 rows", "`num_generations_eval` is 6", "`per_device_eval_batch_size` to 6 or 12")
+
+
+def test_case_58_batches_that_hold_whole_prompts_are_evaluated(tmp_path):
+    """Fewer rows than a batch, and a last batch that is not full."""
+    run = trainer(tmp_path, args=make_config(tmp_path, per_device_eval_batch_size=16, num_generations_eval=6))
+    assert "eval_reward" in run.evaluate(string_dataset(2))
+    run = trainer(tmp_path, args=make_config(tmp_path, per_device_eval_batch_size=12, num_generations_eval=6))
+    assert "eval_reward" in run.evaluate(string_dataset(3))
 
 
 def with_column(dataset, name):

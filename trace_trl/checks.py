@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -189,6 +190,33 @@ def check_continuous_batching(args: Any, is_fsdp: bool) -> None:
         raise ValueError(
             "`use_transformers_continuous_batching` can't give weights that FSDP shards half precision: set it to "
             "`False`, or generate with `use_vllm=True`."
+        )
+
+
+def check_trainable(model: Any) -> None:
+    """Raises `ValueError` for a model that can't be trained."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "No parameter of the model requires a gradient, so nothing would be trained: load an adapter with "
+            "`is_trainable=True`, or set `requires_grad` of what is to be trained."
+        )
+
+
+def check_evaluation_batch(rows: int, args: Any, generations: int) -> None:
+    """Raises `ValueError` for an evaluation batch that holds a part of a prompt's rollouts.
+
+    Args:
+        rows: of all processes together.
+        args (`TRACEConfig`): gives the batch and the number of processes.
+        generations: rollouts of each prompt.
+    """
+    if rows % generations:
+        step = generations // math.gcd(generations, args.world_size)
+        lower = args.per_device_eval_batch_size // step * step
+        fitting = " or ".join(str(size) for size in (lower, lower + step) if size)
+        raise ValueError(
+            f"An evaluation batch holds {rows} rows over {args.world_size} process(es), which are not whole "
+            f"prompts, since `num_generations_eval` is {generations}: set `per_device_eval_batch_size` to {fitting}."
         )
 
 

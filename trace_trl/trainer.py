@@ -185,6 +185,10 @@ quantization_config, peft_config, tools, environment_factory:
         )
         seams.check_trainer(self)
         checks.check_tokenizer(self._tokenizer)
+        if args.beta:
+            # Else the copy of an adapter that TRL makes for reference is trained in its place. What is only to be
+            # evaluated needs no reference, and may be frozen
+            checks.check_trainable(self.model)
         checks.check_continuous_batching(args, self.is_fsdp_enabled)
         if env_step is not None and not only_steps:
             # As TRL adds an environment's `get_reward`: one more source, of weight 1
@@ -341,6 +345,7 @@ quantization_config, peft_config, tools, environment_factory:
     # Running
 
     def train(self, *args, **kwargs):
+        checks.check_trainable(self.model)
         self._forget_loaded_weights()
         try:
             return super().train(*args, **kwargs)
@@ -427,6 +432,8 @@ quantization_config, peft_config, tools, environment_factory:
         with self._sync.together():
             self._prepare_engine(inputs[0])
         if not self.model.training:
+            (count,) = self._sync.totals(len(inputs))
+            checks.check_evaluation_batch(count, self.args, self.num_generations_eval)
             trees, stats = self._roll_out_evaluation(inputs)
             output = self._prepare_batch(self._build_rows(trees))
             self._log_rollouts("eval", trees, stats)
