@@ -5,10 +5,12 @@ import copy
 import functools
 import json
 import re
+import signal
 import sys
 import types
 from pathlib import Path
 
+import math_verify
 import pytest
 from datasets import Dataset
 
@@ -304,6 +306,60 @@ def test_case_26_one_lock_over_two_steps(tmp_path, way, monkeypatch):
     # Bare rollouts that used the lock twice, and continuations of them
     assert logged(trainer, "rollout/turns_per_leaf") == [3, 3]
     assert not LOCK.locked()
+
+
+def alarmed(text: str) -> str:
+    """
+    Sets a timer for itself.
+
+    Args:
+        text: what to repeat.
+    """
+    signal.alarm(30)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(0)
+    return text
+
+
+def read_number(state, action, messages):
+    # With its default time limit, which signals keep
+    return StepResult(str(math_verify.parse(f"\\boxed{{{len(messages)}}}", raise_on_error=True)[0]), "done" in action)
+
+
+@pytest.mark.parametrize("arguments", [{"tools": [alarmed]}, {"env_step": read_number}], ids=["tools", "env_step"])
+def test_case_46_signals_work_in_the_main_thread(tmp_path, arguments, caplog):
+    """A tool that uses `signal.alarm`, or math-verify with its own time limit in `env_step`: with `env_max_workers=1`
+    every call succeeds; off the main thread each fails, and the error names the option."""
+
+    def say(history):
+        return call("alarmed", text="red") if turn_of(history) < 3 else "done"
+
+    for workers, failures in ((1, 0), (4, 1)):
+        trainer = make_trainer(
+            tmp_path,
+            say,
+            chat_dataset(),
+            reward_funcs=lambda completions, **kwargs: [float(len(c)) for c in completions],
+            env_max_workers=workers,
+            max_steps=1,
+            **arguments,
+        )
+        trainer.train()
+        assert (logged(trainer, "rollout/environment_failures")[0] > 0) is bool(failures)
+        assert sum("`env_max_workers=1`" in record.message for record in caplog.records) == failures
+
+
+class Ringing(CounterEnvironment):
+    def reset(self, **row):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return super().reset(**row)
+
+
+def test_case_46_a_reset_off_the_main_thread_names_the_option(tmp_path):
+    """A `reset` that uses signals, in a thread: the run ends with an error that names `env_max_workers=1`."""
+    trainer = make_trainer(tmp_path, add_twice, chat_dataset(), environment_factory=Ringing.fresh())
+    with pytest.raises(RuntimeError, match="env_max_workers=1"):
+        trainer.train()
 
 
 class Furnished(CounterEnvironment):

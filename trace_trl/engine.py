@@ -25,7 +25,7 @@ import numpy as np
 from .allocation import PREFIX_ALLOCATORS, PREFIXES_BY_VALUE
 from .codec import Codec, Turned
 from .collecting import collecting_rarely
-from .environments.base import Action, Environment, Episode, Reply, UnsupportedError, describe
+from .environments.base import Action, Environment, Episode, Reply, UnsupportedError, describe, needs_main_thread
 from .environments.forking import Snapshot, take_snapshot
 from .environments.runner import ConcurrentRunner, EnvironmentTimeout
 from .generation import Generator, Request, Sample
@@ -285,6 +285,8 @@ def raise_first(results: Sequence[Any]) -> None:
     """Raises the first exception among the results of environment calls, if there is any."""
     for result in results:
         if isinstance(result, Exception):
+            if needs_main_thread(result):
+                raise RuntimeError(describe(result)) from result
             raise result
         if isinstance(result, BaseException):
             # Would end this process, and leave the others waiting for it
