@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from trace_trl import tree_log
 from trace_trl.advantages import compute_advantages
-from trace_trl.tree import Leaf, RemoteChild, RolloutTree
+from trace_trl.tree import Leaf, RemoteChild, RolloutTree, Start
 from trace_trl.tree_log import TreeLogger, tree_from_dict, tree_to_dict
 
 
@@ -131,6 +131,22 @@ def test_a_line_holds_the_tree(tmp_path):
         "success": True,
         "rollout": 2,
     }
+
+
+def test_case_41_a_line_tells_what_a_rollout_was_shown():
+    """A tree with a rollout whose reset answered differently: written and read again, with ids and without."""
+    tree = RolloutTree.from_prompt("folder a", [1, 2, 3])
+    tree.add_turn(tree.root, [11], leaf=Leaf(reward=0.0))
+    turn = tree.add_turn(tree.root, [21], [22], start=Start("folder bb", [7, 8, 9, 10]))
+    tree.add_turn(turn, [23], leaf=Leaf(reward=1.0, rollout=1))
+    for include_ids in (False, True):
+        record = tree_to_dict(tree, include_ids)
+        assert [node.get("start", {}).get("prompt_tokens") for node in record["turns"]] == [None, 4, None]
+        again = tree_from_dict(json.loads(json.dumps(record)))
+        assert tree_to_dict(again, include_ids) == record or not include_ids
+        _, (first, leaf) = again.root.children[0], list(again.root.children[1].turns())
+        assert again.start(leaf).prompt == "folder bb" and (first.history_length, leaf.history_length) == (6, 7)
+    assert leaf.history_ids() == [7, 8, 9, 10, 21, 22, 23]
 
 
 def test_observations_of_every_kind(tmp_path):

@@ -86,13 +86,14 @@ class RewardScorer:
         logger.warning(
             "A rollout got no reward from any reward function (or `env_step`), so it carries no signal: it ended by "
             f"{turn.leaf.reason!r} after {turn.depth} turn(s), the last of which was {turn.text!r}, for the prompt "
-            f"{tree.prompt!r}. Make sure that each rollout gets at least one reward. Further ones are not reported."
+            f"{tree.start(turn).prompt!r}. Make sure that each rollout gets at least one reward. Further ones are not "
+            "reported."
         )
 
     def _rewards(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> torch.Tensor:
         """Shape `(leaves, reward functions)`, `nan` where a function returned `None`."""
         trainer = self.trainer
-        prompts = [copy_plain(tree.prompt) for tree, _ in leaves]
+        prompts = [copy_plain(tree.start(turn).prompt) for tree, turn in leaves]
         completion_ids = [[i for t in turn.path() for i in (*t.token_ids, *t.observation_ids)] for _, turn in leaves]
         completions = self.completions(leaves, completion_ids)
         kwargs = self._keyword_arguments(leaves)

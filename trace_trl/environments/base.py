@@ -106,11 +106,13 @@ class Episode:
         prompt (`str` or `list[dict]`): what the policy is shown first, a reset observation included.
         environment (`Any`): the object that reward functions receive in `environments`; `None` where there is none.
         loop (`Callable`): gives the event loop of async environments; `None` where there is none.
+        by_fork_only (`bool`): whether `fork` may use nothing but the state's own `fork()`.
     """
 
     prompt: Any
     environment: Any = None
     loop: GetLoop | None = None
+    by_fork_only: bool = False
     _lost: tuple[EnvironmentTimeout, ...] = ()
 
     def step(self, action: Action) -> Reply:

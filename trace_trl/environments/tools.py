@@ -190,8 +190,9 @@ class ToolEpisode(Episode):
         return Reply(messages=messages, calls=len(names), failures=len(names))
 
     def fork(self) -> ToolEpisode:
-        instance = None if self.environment is None else copy_state(self.environment, self.loop)
+        instance = None if self.environment is None else copy_state(self.environment, self.loop, self.by_fork_only)
         episode = ToolEpisode(self.owner, self.name, instance, self.prompt)
+        episode.by_fork_only = self.by_fork_only
         episode._rounds = self._rounds
         return episode
 
