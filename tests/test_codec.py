@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema, parse_response, supports_tool_calling
@@ -227,6 +228,62 @@ def test_string_prompts_are_answered_as_they_are():
             assert encode(codec, Reply(text=text), end) == usual(QWEN, text)
     for end in (END, None):
         assert encode(codec, Reply(), end) == encode(codec, Reply(text=""), end) == []
+
+
+LLAMA_DECODER = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+SPACED = {
+    **{
+        f"metaspace, {scheme}": (pre_tokenizers.Metaspace(prepend_scheme=scheme), None)
+        for scheme in ("first", "always")
+    },
+    "metaspace in a sequence": (pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Digits()]), None),
+    "prepended": (None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])),
+    "byte level": (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+}
+
+
+def spaced_tokenizer(name):
+    """One token per character, of a tokenizer that puts a space before a text."""
+    pre_tokenizer, normalizer = SPACED[name]
+    letters = sorted({*map(chr, range(33, 127)), *pre_tokenizers.ByteLevel.alphabet(), "▁", "\n"})
+    backend = Tokenizer(models.BPE({letter: token_id for token_id, letter in enumerate(letters)}, []))
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.decoder = decoders.ByteLevel() if name == "byte level" else LLAMA_DECODER
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '\n' + m.role }}: {{ m.content }}{% endfor %}"
+        "{{ '\nassistant:' if add_generation_prompt }}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_case_44_an_observation_is_appended_as_it_is(name):
+    """A string prompt, a turn and an observation, of a tokenizer that puts a space before every text: decoding the row
+    gives prompt, turn and observation, and nothing between them. The prompt's own space stays."""
+    tokenizer = spaced_tokenizer(name)
+    codec = Codec(tokenizer, [tokenizer.eos_token_id], conversational=False)
+    prompt, turn = "Question: red?", "search[red]"
+    observations = ["\nObservation: a fox.", "fox", " 7 foxes", "</s> and", ""]
+    ids = tokenizer(prompt)["input_ids"] + tokenizer.convert_tokens_to_ids(list(turn))
+    before = tokenizer.decode(ids)
+    for observation in observations:
+        row = ids + encode(codec, Reply(text=observation))
+        assert tokenizer.decode(row) == before + observation
+    assert len(tokenizer(prompt)["input_ids"]) == len(prompt) + 1
+    assert before.strip() == prompt + turn
+
+
+def test_case_44_an_answer_without_markup_is_appended_as_it_is():
+    """A conversation whose template has no special tokens, a tokenizer that puts a space before a text."""
+    tokenizer = spaced_tokenizer("metaspace, first")
+    codec = Codec(tokenizer, [tokenizer.eos_token_id], conversational=True)
+    answer = encode(codec, user("blue?"), None)
+    ids = tokenizer("assistant: fox")["input_ids"]
+    assert tokenizer.decode(ids + answer) == "assistant: fox\nuser: blue?\nassistant:"
 
 
 def test_template_arguments_and_another_template():

@@ -13,6 +13,7 @@ from trace_trl.engine import OneProcess
 from trace_trl.environments.base import Environment, Episode, ForkError, Reply
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.generation import Request
+from trace_trl.pool import Candidate, make_plans
 
 
 TOKENIZER = make_tokenizer()
@@ -213,6 +214,33 @@ def test_garbage_is_looked_for_rarely_while_the_engine_runs():
         finally:
             gc.set_threshold(*before)
             seen.clear()
+
+
+def test_case_41_a_process_shows_what_its_own_reset_answered():
+    """Two rows that another process reset, one of which is answered differently here: the rollouts of this process are
+    shown its own answer, under the row's number and value; the other row's prompt stays as it was."""
+    rows = [{"prompt": "a", "same": True}, {"prompt": "b", "same": False}]
+    pool = [Candidate(row, row["prompt"] + " there", [1], value=0.25) for row in rows]
+
+    def reset(examples):
+        episodes = [Episode() for _ in examples]
+        for episode, (row, prompt) in zip(episodes, examples, strict=True):
+            episode.prompt = prompt + (" there" if row["same"] else " here")
+        return episodes
+
+    def encode(examples, prompts):
+        assert (examples, prompts) == ([rows[1]], ["b here"])
+        return [[7, 8]]
+
+    plans, reserves = make_plans(pool, [4, 4], [2, 2], {}, 1, reset, encode, with_reserves=False)
+    trees = [plan.tree for plan in plans]
+    assert [(tree.prompt, tree.prompt_ids, tree.index) for tree in trees] == [
+        ("a there", [1], 0),
+        ("b here", [7, 8], 1),
+    ]
+    assert [(tree.example, tree.budget, tree.root.value) for tree in trees] == [(row, 4, 0.25) for row in rows]
+    assert [(plan.episode.prompt, plan.varies) for plan in plans] == [("a there", False), ("b here", True)]
+    assert reserves == []
 
 
 # Where continuations start

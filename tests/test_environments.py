@@ -1137,6 +1137,36 @@ def test_case_27_what_is_no_tool_is_not_called(name):
     assert len(cls.resets) == 1 and cls.closed == cls.forks == []
 
 
+class NumberedTasks(CounterEnvironment):
+    def reset(self, **row):
+        super().reset(**row)
+        return f" Task {len(type(self).resets)}."
+
+
+@pytest.mark.parametrize(("cls", "kind"), [(NumberedTasks, "extra"), (CounterEnvironment, "continuation")])
+def test_case_41_a_single_rollout_of_a_row_is_copied_only_where_resets_agree(cls, kind):
+    """One bare rollout of each of two prompts, with two continuations each: `reset` is called once more to see whether
+    it gives the same task again. If not, nothing is copied: each rollout has an instance of its own."""
+    cls = cls.fresh()
+    played = []
+
+    def say(history):
+        return call("add", amount=1) if turn_of(history) < 3 else "done"
+
+    def score(leaves):
+        for _, turn in leaves:
+            played.append(turn.leaf.environment)
+            turn.leaf.reward, turn.leaf.rewards, turn.leaf.success = 1.0, [1.0], True
+
+    trees, _, _ = roll_out_environment(
+        factory_environment(cls), say, rows_of(1, 2), bare=1, continuations=2, score=score
+    )
+    assert [sorted(leaf.leaf.kind for leaf in tree.leaves()) for tree in trees] == [["bare", kind, kind]] * 2
+    copies = [instance for instance in played if instance not in cls.instances]
+    assert len(copies) == (4 if kind == "continuation" else 0)
+    assert len(cls.resets) == 2 + 1 + (4 if kind == "extra" else 0)
+
+
 def test_case_27_environments_are_closed_once():
     cls = Furnished.fresh()
     environment = factory_environment(cls)
@@ -1152,14 +1182,14 @@ def test_case_27_environments_are_closed_once():
             turn.leaf.reward, turn.leaf.rewards, turn.leaf.success = 1.0, [1.0], len(seen) % 2 == 0
 
     (tree,), _, _ = roll_out_environment(environment, say, rows_of(1), bare=2, continuations=4, score=score)
-    # The task and 3 prefixes of 2 rollouts were kept, 4 of these continued
-    assert len(cls.forks) == 1 + 6 + 4 and len(cls.instances) == 2
+    # 3 prefixes of 2 rollouts were kept, 4 of these continued
+    assert len(cls.forks) == 6 + 4 and len(cls.instances) == 2
     assert len(seen) == 6 and len({id(instance) for instance in seen}) == 6
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.forks))
     # What was made by the factory is kept for the next generation
     assert {id(instance) for instance in environment._idle[None]} == {id(instance) for instance in cls.instances}
     roll_out_environment(environment, say, rows_of(1), bare=2)
-    assert len(cls.instances) == 2 and len(cls.closed) == len(cls.forks) == 12
+    assert len(cls.instances) == 2 and len(cls.closed) == len(cls.forks) == 10
     environment.close()
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.forks + cls.instances))
     environment.close()

@@ -5,10 +5,15 @@ import copy
 import functools
 import json
 import re
+import shutil
+import signal
 import sys
+import tempfile
+import threading
 import types
 from pathlib import Path
 
+import math_verify
 import pytest
 from datasets import Dataset
 
@@ -304,6 +309,190 @@ def test_case_26_one_lock_over_two_steps(tmp_path, way, monkeypatch):
     # Bare rollouts that used the lock twice, and continuations of them
     assert logged(trainer, "rollout/turns_per_leaf") == [3, 3]
     assert not LOCK.locked()
+
+
+def alarmed(text: str) -> str:
+    """
+    Sets a timer for itself.
+
+    Args:
+        text: what to repeat.
+    """
+    signal.alarm(30)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(0)
+    return text
+
+
+def read_number(state, action, messages):
+    # With its default time limit, which signals keep
+    return StepResult(str(math_verify.parse(f"\\boxed{{{len(messages)}}}", raise_on_error=True)[0]), "done" in action)
+
+
+@pytest.mark.parametrize("arguments", [{"tools": [alarmed]}, {"env_step": read_number}], ids=["tools", "env_step"])
+def test_case_46_signals_work_in_the_main_thread(tmp_path, arguments, caplog):
+    """A tool that uses `signal.alarm`, or math-verify with its own time limit in `env_step`: with `env_max_workers=1`
+    every call succeeds; off the main thread each fails, and the error names the option."""
+
+    def say(history):
+        return call("alarmed", text="red") if turn_of(history) < 3 else "done"
+
+    for workers, failures in ((1, 0), (4, 1)):
+        trainer = make_trainer(
+            tmp_path,
+            say,
+            chat_dataset(),
+            reward_funcs=lambda completions, **kwargs: [float(len(c)) for c in completions],
+            env_max_workers=workers,
+            max_steps=1,
+            **arguments,
+        )
+        trainer.train()
+        assert (logged(trainer, "rollout/environment_failures")[0] > 0) is bool(failures)
+        assert sum("`env_max_workers=1`" in record.message for record in caplog.records) == failures
+
+
+class Ringing(CounterEnvironment):
+    def reset(self, **row):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return super().reset(**row)
+
+
+def test_case_46_a_reset_off_the_main_thread_names_the_option(tmp_path):
+    """A `reset` that uses signals, in a thread: the run ends with an error that names `env_max_workers=1`."""
+    trainer = make_trainer(tmp_path, add_twice, chat_dataset(), environment_factory=Ringing.fresh())
+    with pytest.raises(RuntimeError, match="env_max_workers=1"):
+        trainer.train()
+
+
+class Folder(CounterEnvironment):
+    """`reset` makes a folder; a call of `add` writes a line into it."""
+
+    def reset(self, number=0, **row):
+        super().reset(number, **row)
+        self.path = Path(tempfile.mkdtemp(dir=self.root, prefix="folder-"))
+        return f" Folder {self.path.name}."
+
+    def add(self, amount: int) -> str:
+        """
+        Appends a line.
+
+        Args:
+            amount: what to write.
+        """
+        with open(self.path / "lines", "a") as file:
+            file.write(f"{amount}\n")
+        return f"{len(self._lines())} lines"
+
+    def _lines(self):
+        return (self.path / "lines").read_text().split()
+
+    def get_reward(self):
+        return len(self._lines()) / 10
+
+
+class LockedFolder(Folder):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class ForkedFolder(Folder):
+    def fork(self):
+        copied = copy.copy(self)
+        copied.path = Path(shutil.copytree(self.path, tempfile.mkdtemp(dir=self.root), dirs_exist_ok=True))
+        return copied
+
+
+def folder_of(text):
+    (name,) = re.findall(r"Folder (folder-\w+)\.", text)
+    return name
+
+
+def train_on_folders(tmp_path, cls, **kwargs):
+    """Trains a step. Returns trainer, trees, rows, and the folder and lines of each leaf's environment when scored."""
+    cls = cls.fresh()
+    cls.root = tmp_path / "folders"
+    cls.root.mkdir()
+    trainer = make_trainer(
+        tmp_path,
+        add_twice,
+        chat_dataset(2),
+        environment_factory=cls,
+        root_allocation="uniform",
+        candidate_pool_factor=1,
+        max_steps=1,
+        **kwargs,
+    )
+    scored, kept = {}, {}
+    score = trainer.scorer.__call__
+
+    def scoring(leaves):
+        score(leaves)
+        for _, turn in leaves:
+            scored[turn] = turn.leaf.environment.path.name, turn.leaf.environment._lines()
+
+    build = trainer._build_rows
+
+    def building(trees):
+        kept["rows"] = rows = build(trees)
+        kept["trees"] = trees
+        return rows
+
+    trainer._engine.score, trainer._build_rows = scoring, building
+    trainer.train()
+    return trainer, kept["trees"], kept["rows"], scored
+
+
+@pytest.mark.parametrize("cls", [Folder, LockedFolder])
+def test_case_41_every_rollout_keeps_its_own_instance(tmp_path, cls):
+    """`reset` makes a folder and returns its path, a tool appends a line; 8 rollouts of 2 prompts, nothing branches
+    off: every rollout writes into the folder it was shown, its row has the ids of that prompt, and rollouts of one
+    data row are one group. With a lock in it too, which nothing can copy."""
+    options = {"per_device_train_batch_size": 8, "continuations_per_root": 0}
+    trainer, trees, rows, scored = train_on_folders(tmp_path, cls, **options)
+    assert [len(tree.leaves()) for tree in trees] == [4, 4]
+    assert len({name for name, _ in scored.values()}) == 8
+    decode = trainer.processing_class.decode
+    for (tree, turn), prompt, ids, reward_prompt in zip(
+        rows.leaves, rows.prompt_ids, rows.completion_ids, rows.prompts, strict=True
+    ):
+        name, lines = scored[turn]
+        assert lines == ["1", "1"]
+        assert folder_of(decode(prompt)) == folder_of(reward_prompt[-1]["content"]) == name
+        assert turn.history_ids() == prompt + ids and turn.history_length == len(prompt + ids)
+        assert reward_prompt[-1]["content"].startswith(tree.example["prompt"][-1]["content"])
+    # What was sampled was sampled behind the same
+    asked = {folder_of(history) for history in trainer.histories}
+    assert asked == {name for name, _ in scored.values()}
+    assert logged(trainer, "rewards/" + cls.__name__ + "/mean") == pytest.approx([0.2])
+
+
+def test_case_41_a_deep_copy_never_shares_what_lies_outside(tmp_path, caplog):
+    """The same, with continuations and no `fork()`: none is made, a warning names `fork()`, and the batch is full of
+    rollouts with folders of their own."""
+    trainer, trees, _, scored = train_on_folders(tmp_path, Folder)
+    assert len(scored) == 12 == len({name for name, _ in scored.values()})
+    assert all(lines == ["1", "1"] for _, lines in scored.values())
+    assert {leaf.leaf.kind for tree in trees for leaf in tree.leaves()} == {"bare", "extra"}
+    assert logged(trainer, "rollout/unforkable_prefixes") > [0]
+    (warning,) = [record.message for record in caplog.records if "can't be restored" in record.message]
+    assert "`reset` gave different tasks for one dataset row" in warning and "`fork()`" in warning
+
+
+def test_case_41_continuations_are_forks_of_the_rollout_they_branch_off(tmp_path):
+    """The same, with a `fork()` that copies the folder: continuations are shown their rollout's own folder, and write
+    behind the lines that it had there; values are predicted on the histories that were sampled behind."""
+    trainer, trees, rows, scored = train_on_folders(tmp_path, ForkedFolder, prefix_allocation="active")
+    assert all(lines == ["1", "1"] for _, lines in scored.values())
+    assert {leaf.leaf.kind for tree in trees for leaf in tree.leaves()} == {"bare", "continuation"}
+    shown = [folder_of(trainer.processing_class.decode(ids)) for ids in rows.prompt_ids]
+    bare = {name for name, (_, turn) in zip(shown, rows.leaves, strict=True) if turn.leaf.kind == "bare"}
+    assert len(bare) == sum(tree.budget for tree in trees) and set(shown) == bare
+    asked = set(trainer.histories)
+    anchors = [turn for tree in trees for turn in tree.anchors()]
+    assert {trainer.processing_class.decode(turn.history_ids()) for turn in anchors} <= asked
+    assert all(turn.value is not None for turn in anchors)
 
 
 class Furnished(CounterEnvironment):

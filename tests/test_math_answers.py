@@ -53,6 +53,95 @@ def test_answers(checker, answer, text, right):
     assert checker(answer, text) is right
 
 
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("7", r"First \boxed{5}. So on, the answer is \boxed{7}.", True),
+        ("5", r"First \boxed{5}. So on, the answer is \boxed{7}.", False),
+        ("5, 7", r"First \boxed{5}. So on, the answer is \boxed{7}.", False),
+        ("7", r"$\boxed{5}$, $\boxed{7}$", True),
+        ("7", r"$\boxed{5}$ and $\boxed{7}$", True),
+        ("5", r"$\boxed{5}$ and $\boxed{7}$", False),
+        ("7", r"$\boxed{5}$ so \boxed{7}", True),
+        ("5", r"$\boxed{5}$ so \boxed{7}", False),
+        ("7", r"\[\boxed{5}\] or \fbox{7}", True),
+        ("7", r"$$\boxed{7}$$ where $x = \frac{1}{2}$", True),
+        ("5", r"\boxed{5}, or rather \boxed{7", False),
+        ("1, 2", r"\boxed{1, 2}", True),
+        (r"50\%", r"$\boxed{50}\%$", True),
+        (r"\frac{1}{2}", r"$\boxed{\frac{1}{2}}$, not $\frac{1}{3}$", True),
+    ],
+)
+def test_case_45_the_last_box_decides(checker, answer, text, right):
+    """Text with several boxes, in one formula or in several: what stands in the last one is the answer."""
+    assert checker(answer, text) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("2", r"\fbox{2}", True),
+        ("3", r"\fbox{2}", False),
+        ("A", "The answer is (A)", True),
+        ("A", "The answer is **(A)**.", True),
+        ("(A)", "The answer is A", True),
+        ("B", "The answer is (A)", False),
+        ("B", "I think, (A) is no answer. The answer, I think, is (B) because C is odd.", True),
+        ("B", "Answer: B. A is wrong", True),
+        ("A", "Answer: B. A is wrong", False),
+        ("A", "(A)", True),
+        ("A", "A man goes", False),
+        ("E", r"\boxed{E: text}", True),
+        ("E", r"\boxed{E. text}", True),
+        ("E", r"\boxed{\text{(E) text}}", True),
+        ("E", r"\boxed{D: text}", False),
+        ("E", r"\boxed{E + 1}", False),
+        (r"\text{C}", r"\boxed{C}", True),
+        ("100000", "1e5", True),
+        ("100000", r"\boxed{1e5}", True),
+        ("1e5", r"\boxed{100000}", True),
+        ("1e5", r"\boxed{10^5}", True),
+        ("0.0015", "So it is 1.5e-3.", True),
+        ("2e - 3", r"\boxed{2e-3}", True),
+        ("15", "1e5", False),
+    ],
+)
+def test_case_60_answers_are_read_as_they_are_meant(checker, answer, text, right):
+    """`\\fbox`, letters of a choice, with or without its text, and 1e5: read as a box, a letter, a number."""
+    assert checker(answer, text) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("391", r"\boxed{17 \times 23}", False),
+        ("391", r"\boxed{17 * 23}", False),
+        ("391", r"The answer is $17 \cdot 23$.", False),
+        ("391", r"\boxed{x = 17 \cdot 23}", False),
+        ("391", r"\boxed{17 \times 23 = 391}", True),
+        ("391", r"$x = 17 \times 23 = 391$", True),
+        (r"17 \cdot 23", r"\boxed{23 \cdot 17}", True),
+        ("72", "48 + 24", False),
+        ("72", "48 + 24 = 72", True),
+        ("1024", r"\boxed{2^{10}}", False),
+        (r"2^{10}", r"\boxed{1024}", True),
+        ("12", r"\boxed{\sqrt{144}}", False),
+        ("(3, 2)", r"\boxed{(3, 1 + 1)}", False),
+        ("-5", r"\boxed{-5}", True),
+        (r"-\frac{3}{7}", "-3/7", True),
+        (r"\frac{3}{2}", r"\boxed{1\frac{1}{2}}", True),
+        (r"50\%", r"\boxed{50\%}", True),
+        ("300000000", r"\boxed{3 \times 10^8}", True),
+        (r"\sqrt{12}", r"\boxed{2\sqrt{3}}", True),
+        (r"\frac{3\pi}{4}", r"\boxed{\frac{3\pi}{4}}", True),
+        ("1, 5", r"\boxed{1, 5}", True),
+    ],
+)
+def test_case_60_what_is_only_to_be_computed_is_wrong(checker, answer, text, right):
+    """`\\boxed{17 \\times 23}` for 391 is wrong. A number that is written out is right, also behind a computation."""
+    assert checker(answer, text) is right
+
+
 def test_an_answer_that_takes_for_ever_is_wrong_and_holds_nothing_up(checker):
     started = time.monotonic()
     assert not checker("5", r"\boxed{9^{9^{9^{9}}}}")

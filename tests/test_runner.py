@@ -281,7 +281,7 @@ def test_case_25_worker_ended_from_outside(runner):
     result, other = runner.run([hang, lambda: 1], timeout=20)
     assert isinstance(result, SystemExit) and other == 1
     # A worker that is ended between two calls is replaced
-    small = ConcurrentRunner(max_workers=1)
+    small = ConcurrentRunner(max_workers=2)
     small.run([lambda: 1])
     (worker,) = small._workers
     deadly = _Deadly()
@@ -413,6 +413,49 @@ def test_case_25_ctrl_c_stops_the_round(runner, release):
     release.set()
     # Calls that had not begun are dropped
     assert small.run([lambda: 3], timeout=5) == [3] and ran == []
+
+
+def alarmed():
+    """Sets a timer that ends it, as math-verify does."""
+
+    def ring(*_):
+        raise ValueError("over")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        while True:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_case_46_one_worker_is_the_thread_that_asks():
+    """Calls that use `signal.alarm`, of a runner with one worker: they run in order in the main thread, also those
+    that come one by one; coroutines stay on the event loop, with their time limit, also where a call waits for one."""
+    small = ConcurrentRunner(max_workers=1)
+
+    def thread():
+        return threading.current_thread()
+
+    rung, first, second, (loop, three), late, exits = small.run(
+        [alarmed, thread, thread, functools.partial(in_loop, 3), functools.partial(asyncio.sleep, 99), sys.exit],
+        timeout=0.5,
+    )
+    assert isinstance(rung, ValueError) and str(rung) == "over"
+    assert first is second is threading.main_thread()
+    assert loop is small.loop and three == 3
+    assert isinstance(late, EnvironmentTimeout) and isinstance(exits, SystemExit)
+    (waited,) = small.run([lambda: settle(asyncio.sleep(99), lambda: small.loop)], timeout=0.1)
+    assert isinstance(waited, EnvironmentTimeout)
+    told = []
+    waited.when_returned(told.append)
+    assert told == [None]
+    stream = small.stream(timeout=0.1)
+    stream.submit("rung", alarmed)
+    ((tag, rung),) = stream.collect(5)
+    assert tag == "rung" and isinstance(rung, ValueError)
+    assert small._workers == set()
 
 
 def test_case_25_interpreter_exits_while_calls_hang():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leaves import elsewhere, moved, scored
-from trace_trl.tree import Leaf, RolloutTree, Turn, is_success
+from trace_trl.tree import Leaf, RolloutTree, Start, Turn, is_success
 
 
 # A tree is a nested list: a list is a turn and its children, a number a turn that ended its episode with that reward.
@@ -53,6 +53,26 @@ def ancestors(turn):
         nodes.append(turn)
         turn = turn.parent
     return nodes
+
+
+def test_case_41_a_rollout_may_start_with_a_prompt_of_its_own():
+    """Two rollouts of one row whose resets answered differently, one of them with a continuation: each history begins
+    with what its rollout was shown, and all are compared under one root."""
+    tree = RolloutTree.from_prompt("folder a", [1, 2, 3])
+    own = Start("folder bb", [7, 8, 9, 10])
+    a1 = tree.add_turn(tree.root, [11], leaf=Leaf(reward=0.0, success=False, rollout=0))
+    b1 = tree.add_turn(tree.root, [21], [22], start=own)
+    b2 = tree.add_turn(b1, [23], leaf=Leaf(reward=1.0, success=True, rollout=1))
+    c2 = tree.add_turn(b1, [33], leaf=Leaf(kind="continuation", reward=1.0, success=True, rollout=2))
+    assert a1.history_ids() == [1, 2, 3, 11] and a1.history_length == 4
+    assert b1.history_ids() == [7, 8, 9, 10, 21, 22] and b1.history_length == 6
+    assert b2.history_ids() == [7, 8, 9, 10, 21, 22, 23] and b2.history_length == 7
+    assert c2.history_ids() == [7, 8, 9, 10, 21, 22, 33] and c2.history_length == 7
+    assert [tree.start(turn).prompt for turn in (tree.root, a1, b1, b2, c2)] == ["folder a"] * 2 + ["folder bb"] * 3
+    assert tree.start(tree.root).ids is tree.prompt_ids and tree.start(c2) is own
+    assert b1.path() == [b1] and c2.path() == [b1, c2] and tree.root.children == [a1, b1]
+    tree.backup("child_mean")
+    assert tree.root.target == 0.5
 
 
 def test_history_is_read_by_walking_up():

@@ -17,7 +17,7 @@ from leaves import elsewhere
 from toys import make_tokenizer, make_trainer
 from trace_trl import StepResult, tree_log
 from trace_trl.advantages import compute_advantages
-from trace_trl.tree import Leaf, RolloutTree
+from trace_trl.tree import Leaf, RolloutTree, Start
 from trace_trl.tree_log import TreeLogger, tree_from_dict, tree_to_dict
 
 
@@ -168,6 +168,22 @@ def test_lines_of_a_run_can_be_told_apart(tmp_path):
     assert all(line["row"] for line in lines)
     leaves = [turn["leaf"] for line in lines for turn in line["turns"] if turn["leaf"]]
     assert leaves and all(leaf["info"] == {"pages": 2.0} for leaf in leaves)
+
+
+def test_case_41_a_line_tells_what_a_rollout_was_shown():
+    """A tree with a rollout whose reset answered differently: written and read again, with ids and without."""
+    tree = RolloutTree.from_prompt("folder a", [1, 2, 3])
+    tree.add_turn(tree.root, [11], leaf=Leaf(reward=0.0))
+    turn = tree.add_turn(tree.root, [21], [22], start=Start("folder bb", [7, 8, 9, 10]))
+    tree.add_turn(turn, [23], leaf=Leaf(reward=1.0, rollout=1))
+    for include_ids in (False, True):
+        record = tree_to_dict(tree, include_ids)
+        assert [node.get("start", {}).get("prompt_tokens") for node in record["turns"]] == [None, 4, None]
+        again = tree_from_dict(json.loads(json.dumps(record)))
+        assert tree_to_dict(again, include_ids) == record or not include_ids
+        _, (first, leaf) = again.root.children[0], list(again.root.children[1].turns())
+        assert again.start(leaf).prompt == "folder bb" and (first.history_length, leaf.history_length) == (6, 7)
+    assert leaf.history_ids() == [7, 8, 9, 10, 21, 22, 23]
 
 
 def test_observations_of_every_kind(tmp_path):

@@ -270,7 +270,10 @@ def roll_out(environment, say, rows=None, bare=2, continuations=0, conversationa
         for turn in {turn for leaf in leaves for turn in leaf.path()}:
             turn.value = 0.5
 
-    defaults = dict(score=score, limits=Limits(completion=10_000), predict=predict, timeout=20)
+    def encode(rows, prompts):
+        return [encode_prompt(tokenizer, prompt) for prompt in prompts]
+
+    defaults = dict(score=score, limits=Limits(completion=10_000), predict=predict, timeout=20, encode=encode)
     engine = TreeRolloutEngine(
         ScriptedGenerator(script, [tokenizer.eos_token_id]), codec, environment, **(defaults | kwargs)
     )
@@ -279,11 +282,8 @@ def roll_out(environment, say, rows=None, bare=2, continuations=0, conversationa
         rows = [{"prompt": [{"role": "user", "content": "go"}] if conversational else "go"}]
     plans = []
     for episode, row in zip(engine.reset([(row, row.get("prompt")) for row in rows]), rows, strict=True):
-        prompt = episode.prompt
-        ids = usual(tokenizer, prompt) if isinstance(prompt, str) else None
-        if ids is None:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        tree = RolloutTree.from_prompt(prompt, ids, row, index=len(plans), budget=bare)
+        (ids,) = encode([row], [episode.prompt])
+        tree = RolloutTree.from_prompt(episode.prompt, ids, row, index=len(plans), budget=bare)
         plans.append(RootPlan(tree, episode, bare, continuations))
     stats = engine.run(plans, seed=0)
     return [plan.tree for plan in plans], stats, engine
@@ -503,6 +503,12 @@ def coin(leaves):
         turn.leaf.success = turn.leaf.reward == 1.0
 
 
+def encode_prompt(tokenizer, prompt):
+    if isinstance(prompt, str):
+        return usual(tokenizer, prompt)
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+
 def make_engine(generate, environment, tokenizer=None, conversational=True, completion=200, **kwargs):
     """An engine whose policy is `generate`. Its limits are `Limits(completion)` unless `limits` are given."""
     tokenizer = make_tokenizer() if tokenizer is None else tokenizer
@@ -513,6 +519,7 @@ def make_engine(generate, environment, tokenizer=None, conversational=True, comp
         score=kwargs.pop("score", coin),
         limits=kwargs.pop("limits", Limits(completion)),
         prefix_allocation=kwargs.pop("prefix_allocation", "uniform"),
+        encode=lambda rows, prompts: [encode_prompt(tokenizer, prompt) for prompt in prompts],
         **kwargs,
     )
 

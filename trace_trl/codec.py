@@ -14,6 +14,8 @@ does not matter: it may drop the reasoning of earlier turns, or show the last as
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from array import array
 from collections.abc import Callable, Hashable, Sequence
@@ -23,6 +25,8 @@ from importlib.resources import files
 from inspect import isfunction, ismethod
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -145,6 +149,7 @@ class Codec:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = _any_of(special.union(self._eos_texts))
         self._backend = _backend_of(tokenizer)
+        self._appending = _appending(tokenizer, everywhere=not conversational)
         self._text_arguments = False
         self._seams: dict[str | None, _Seam] = {}
         self._forms: dict[Hashable, _Form | None] | None = {} if self._is_shipped() else None
@@ -286,11 +291,12 @@ class Codec:
         if not texts:
             return []
         if self._backend is None:
-            return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            return self._appending(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         # The tokenizer comes to this, but for the place of each token in the text, which nobody asks for. It is called
         # once all the same: it sets the backend to neither cut nor pad
-        self.tokenizer("", add_special_tokens=False)
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        self._appending("", add_special_tokens=False)
+        backend = self._appending.backend_tokenizer
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _remember(self, answers: dict[Hashable, _Answer]) -> None:
         self._known_tokens += sum(len(answer.ids) for answer in answers.values())
@@ -414,6 +420,51 @@ def _backend_of(tokenizer: Any) -> Any:
         return None
     ways = [(getattr(type(tokenizer), name), getattr(PreTrainedTokenizerFast, name)) for name in _WAYS]
     return tokenizer.backend_tokenizer if all(way is stock for way, stock in ways) else None
+
+
+def _appending(tokenizer: Any, everywhere: bool) -> Any:
+    """A tokenizer for text that follows other text: a copy that puts no space before the first word, or the same where
+    it puts none.
+
+    Args:
+        everywhere: also where the space is put behind every special token. Inside a conversation it belongs there.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return tokenizer
+    backend = tokenizer.backend_tokenizer
+    try:
+        states = [part and json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer)]
+    # A part that is written in Python
+    except Exception:
+        return tokenizer
+    changed = [_without_lead(state, everywhere) for state in states]
+    if changed == states:
+        return tokenizer
+    parts = Tokenizer(BPE())
+    loaded = json.loads(parts.to_str())
+    loaded["normalizer"], loaded["pre_tokenizer"] = changed
+    parts = Tokenizer.from_str(json.dumps(loaded))
+    backend = copy.deepcopy(backend)
+    backend.normalizer, backend.pre_tokenizer = parts.normalizer, parts.pre_tokenizer
+    tokenizer = copy.copy(tokenizer)
+    tokenizer._tokenizer = backend
+    return tokenizer
+
+
+def _without_lead(state: dict[str, Any] | None, everywhere: bool) -> dict[str, Any] | None:
+    """What a normalizer or a pre-tokenizer consists of, without what puts a space before a text."""
+    if state is None:
+        return None
+    if state["type"] == "Metaspace" and (everywhere or state["prepend_scheme"] == "first"):
+        return {**state, "prepend_scheme": "never"}
+    if state["type"] == "ByteLevel" and everywhere and "add_prefix_space" in state:
+        return {**state, "add_prefix_space": False}
+    if state["type"] == "Prepend" and everywhere:
+        return {"type": "Sequence", "normalizers": []}
+    for key in ("normalizers", "pretokenizers"):
+        if key in state:
+            return {**state, key: [_without_lead(part, everywhere) for part in state[key]]}
+    return state
 
 
 @cache

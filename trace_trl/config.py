@@ -157,7 +157,7 @@ class TRACEConfig(GRPOConfig):
             error instead. If `None`, there is no limit.
         env_max_workers (`int`, *optional*, defaults to `1024`):
             Most calls of synchronous environments at once, each in a thread. Threads are started as calls are seen to
-            wait for something.
+            wait for something. With 1 they run in the main thread, one by one and without `env_timeout`.
 
         > Parameters that control generation with vLLM
 
@@ -305,7 +305,10 @@ class TRACEConfig(GRPOConfig):
     )
     env_max_workers: int = field(
         default=1024,
-        metadata={"help": "Most calls of synchronous environments at once, each in a thread."},
+        metadata={
+            "help": "Most calls of synchronous environments at once, each in a thread. With 1 they run in the main "
+            "thread, one by one and without `env_timeout`."
+        },
     )
 
     # Parameters that control generation with vLLM

@@ -25,11 +25,12 @@ import numpy as np
 from .allocation import PREFIX_ALLOCATORS, reads_values
 from .codec import Codec, Turned
 from .collecting import collecting_rarely
-from .environments.base import Action, Environment, Episode, Reply, RunEndingError, describe
+from .environments.base import Action, Environment, Episode, Reply, RunEndingError, describe, needs_main_thread
 from .environments.forking import Snapshot, take_snapshot
 from .environments.runner import ConcurrentRunner, EnvironmentTimeout
+from .foreign import optional_method
 from .generation import Generator, Request, Sample
-from .tree import Leaf, RolloutTree, Turn
+from .tree import Leaf, RolloutTree, Start, Turn
 
 
 logger = logging.getLogger(__name__)
@@ -76,18 +77,18 @@ class Limits:
     turn: int | None = None
     turns: int | None = None
 
-    def left(self, tree: RolloutTree, turn: Turn) -> int:
-        """Tokens that may still follow `turn`, observations included; 0 or less if none."""
-        used = turn.history_length - tree.root.history_length
-        left = self.completion - used
-        return left if self.context is None else min(left, self.context - turn.history_length)
+    def left(self, branch: Branch) -> int:
+        """Tokens that may still follow, observations included; 0 or less if none."""
+        history = len(branch.context)
+        left = self.completion - (history - len(branch.start.ids))
+        return left if self.context is None else min(left, self.context - history)
 
-    def fits(self, tree: RolloutTree, turn: Turn, tokens: int) -> bool:
-        """Whether an observation of that many tokens may follow `turn` (TRL's rule: it may fill the completion, but
-        must leave room in the context)."""
-        used = turn.history_length - tree.root.history_length + tokens
-        in_context = self.context is None or turn.history_length + tokens < self.context
-        return used <= self.completion and in_context
+    def fits(self, branch: Branch, tokens: int) -> bool:
+        """Whether an observation of that many tokens may follow (TRL's rule: it may fill the completion, but must
+        leave room in the context)."""
+        history = len(branch.context) + tokens
+        in_context = self.context is None or history < self.context
+        return history - len(branch.start.ids) <= self.completion and in_context
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +110,7 @@ class RootPlan:
     running: int = 0  # bare rollouts still live
     expanded: bool = False
     choices: int = 0  # how often prefixes were chosen
+    varies: bool = False  # whether `reset` gave its rollouts different tasks
     snapshots: dict[Turn, Snapshot] = field(default_factory=dict)
 
 
@@ -118,6 +120,7 @@ class Branch:
     node: Turn  # the last turn played; the next one is sampled behind it
     episode: Episode
     leaf: Leaf
+    start: Start  # what it was shown first
     context: list[int]  # `node.history_ids()`, kept by this branch alone: gathering it in every round takes long
     history: list[tuple[Action, Reply]] = field(default_factory=list)
     info: dict[str, float] = field(default_factory=dict)  # last numbers of the environment
@@ -173,6 +176,8 @@ class TreeRolloutEngine:
         timeout (`float`, *optional*): seconds per environment step.
         sync (`Sync`): the other processes.
         tools (`Callable[[RolloutTree], list]`, *optional*): tools a prompt was rendered with, for parsing its turns.
+        encode (`Callable`, *optional*): `encode(rows, prompts)` gives the token ids of prompts. Needed where `reset`
+            gives different tasks for one row.
         progress (`Callable[[Stats, int, int], None]`, *optional*): called after every round with leaves done and
             wanted.
         generating (`Callable[[], AbstractContextManager]`): opened by all processes around all rounds of a `run`.
@@ -196,6 +201,7 @@ class TreeRolloutEngine:
         timeout: float | None = None,
         sync: Sync | None = None,
         tools: Callable[[RolloutTree], list | None] = lambda tree: None,
+        encode: Callable[[list[dict[str, Any]], list[Any]], list[list[int]]] | None = None,
         progress: Callable[[Stats, int, int], None] | None = None,
         generating: Callable[[], AbstractContextManager[Any]] = nullcontext,
         schedule: type[Run] | None = None,
@@ -214,12 +220,15 @@ class TreeRolloutEngine:
         self.timeout = timeout
         self.sync = sync or OneProcess()
         self.tools = tools
+        self.encode = encode
         self.progress = progress
         self.generating = generating
         self.schedule = schedule or Run
         self.first_error: BaseException | None = None  # that a step of the last `run` raised
         self._resetting = 0.0  # seconds since the last `run`, which the next one counts
         self._warned = False
+        # By the type of environment: whether its `reset` was seen to give different tasks for one row
+        self.varying: dict[type, bool] = {}
 
     def reset(self, examples: Sequence[tuple[dict[str, Any], Any]]) -> list[Episode]:
         """One fresh episode per `(dataset row, prompt)`, all reset concurrently.
@@ -288,6 +297,8 @@ def raise_first(results: Sequence[Any]) -> None:
     """Raises the first exception among the results of environment calls, if there is any."""
     for result in results:
         if isinstance(result, Exception):
+            if needs_main_thread(result):
+                raise RuntimeError(describe(result)) from result
             raise result
         if isinstance(result, BaseException):
             # Would end this process, and leave the others waiting for it
@@ -356,84 +367,77 @@ class Run:
     # Starting rollouts
 
     def _start_bare(self, plans: list[RootPlan]) -> None:
-        self._keep_tasks(plans)
-        fresh = self._root_episodes([(plan, plan.bare - 1) for plan in plans if plan.bare > 1])
+        probed = self._uncompared(plans)
+        fresh = self._fresh([(plan, max(plan.bare - 1, int(plan in probed))) for plan in plans])
         for plan in plans:
+            if plan in probed:
+                episodes = [episode for episode, _ in fresh.pop(plan)]
+                self.open.difference_update(episodes)
+                self.engine.close(episodes)
             if plan.bare:
-                episodes = [plan.episode, *fresh.get(plan, [])]
-                for episode in episodes:
-                    self._start(plan, plan.tree.root, episode, "bare")
+                first = plan.episode, plan.tree.start(plan.tree.root)
+                for episode, start in [first, *fresh.get(plan, [])]:
+                    self._start(plan, plan.tree.root, episode, start, "bare")
                 plan.running = plan.bare
 
-    def _start(self, plan: RootPlan, node: Turn, episode: Episode, kind: str) -> None:
+    def _start(self, plan: RootPlan, node: Turn, episode: Episode, start: Start, kind: str) -> None:
         leaf = Leaf(kind=kind, rollout=plan.started)
         plan.started += 1
         self.open.add(episode)
-        self.live.append(Branch(plan, node, episode, leaf, node.history_ids()))
+        context = list(start.ids) if node is plan.tree.root else node.history_ids()
+        self.live.append(Branch(plan, node, episode, leaf, start, context))
 
-    def _root_episodes(self, counts: Sequence[tuple[RootPlan, int]]) -> dict[RootPlan, list[Episode]]:
-        """Further episodes in the state `reset` leaves, per plan."""
+    def _fresh(self, counts: Sequence[tuple[RootPlan, int]]) -> dict[RootPlan, list[tuple[Episode, Start]]]:
+        """Further episodes from `reset`, per plan, with what each was given."""
         jobs = [plan for plan, count in counts for _ in range(count)]
+        if not jobs:
+            return {}
         started = time.perf_counter()
         episodes = self.engine.reset([(plan.tree.example, plan.tree.example.get("prompt")) for plan in jobs])
         self.open.update(episodes)
-        # An environment that makes its tasks up: rollouts are compared within one task only
-        other = [
-            number
-            for number, (plan, episode) in enumerate(zip(jobs, episodes, strict=True))
-            if episode.prompt is not None and episode.prompt != plan.episode.prompt
-        ]
-        replaced = [episodes[number] for number in other]
-        for number, episode in zip(other, self._restore_tasks([jobs[number] for number in other]), strict=True):
-            episodes[number] = episode
-        self.open.difference_update(replaced)
-        self.engine.close(replaced)
+        starts = self._starts(jobs, episodes)
         self.stats.seconds["environment"] += time.perf_counter() - started
-        found: dict[RootPlan, list[Episode]] = {}
-        for plan, episode in zip(jobs, episodes, strict=True):
-            found.setdefault(plan, []).append(episode)
+        found: dict[RootPlan, list[tuple[Episode, Start]]] = {}
+        for plan, episode, start in zip(jobs, episodes, starts, strict=True):
+            found.setdefault(plan, []).append((episode, start))
         return found
 
-    def _restore_tasks(self, plans: Sequence[RootPlan]) -> list[Episode]:
-        """An episode per plan in the state that its first `reset` left."""
-        if any(plan.tree.root not in plan.snapshots for plan in plans):
-            raise ValueError(
-                "An environment's `reset` gave two different tasks for the same dataset row, so its rollouts can't be "
-                "compared: make `reset` depend only on its arguments (seed it from the row), or give the environment "
-                "a `fork()` method."
-            )
-        waiting: dict[Snapshot, list[int]] = {}
-        for number, plan in enumerate(plans):
-            waiting.setdefault(plan.snapshots[plan.tree.root], []).append(number)
-        found: dict[int, Episode] = {}
-        while waiting:
-            # One copy of each at a time: those of one state wait for each other, and that is no fault of theirs
-            episodes = self.engine.runner.run([snapshot.restore for snapshot in waiting], self.engine.timeout)
-            for snapshot, episode in zip(waiting, episodes, strict=True):
-                if isinstance(episode, EnvironmentTimeout):
-                    snapshot.lose(episode)
-                    episode.when_returned(close_late)
-            self.open.update(episode for episode in episodes if isinstance(episode, Episode))
-            raise_first(episodes)
-            for numbers, episode in zip(waiting.values(), episodes, strict=True):
-                found[numbers.pop(0)] = episode
-            waiting = {snapshot: numbers for snapshot, numbers in waiting.items() if numbers}
-        return [found[number] for number in range(len(plans))]
+    def _starts(self, plans: Sequence[RootPlan], episodes: Sequence[Episode]) -> list[Start]:
+        """What each episode was given: its plan's prompt, or its own where `reset` answered differently."""
+        starts = [plan.tree.start(plan.tree.root) for plan in plans]
+        other = []
+        for number, (plan, episode) in enumerate(zip(plans, episodes, strict=True)):
+            kind = type(episode.environment)
+            differs = episode.prompt is not None and episode.prompt != plan.episode.prompt
+            self.engine.varying[kind] = self.engine.varying.get(kind, False) or differs
+            if differs:
+                plan.varies = True
+                other.append(number)
+        if other:
+            if self.engine.encode is None:
+                raise ValueError(
+                    "An environment's `reset` gave two different tasks for the same dataset row: give the engine "
+                    "`encode`, or make `reset` depend only on its arguments (seed it from the row)."
+                )
+            prompts = [episodes[number].prompt for number in other]
+            encoded = self.engine.encode([plans[number].tree.example for number in other], prompts)
+            for number, prompt, ids in zip(other, prompts, encoded, strict=True):
+                starts[number] = Start(prompt, ids)
+        return starts
 
-    def _keep_tasks(self, plans: list[RootPlan]) -> None:
-        """Keeps the state that `reset` left, where it gave a task that it might not give again."""
-        chosen = [
-            plan
-            for plan in plans
-            if plan.bare + plan.continuations > 1 and plan.episode.prompt != plan.tree.example.get("prompt")
-        ]
-        jobs = [partial(take_snapshot, plan.episode, None, []) for plan in chosen]
-        for plan, snapshot in zip(chosen, self.engine.runner.run(jobs, self.engine.timeout), strict=True):
-            if isinstance(snapshot, Snapshot):
-                plan.snapshots[plan.tree.root] = snapshot
-            elif isinstance(snapshot, EnvironmentTimeout):
-                plan.episode.lose(snapshot)
-                snapshot.when_returned(close_late)
+    def _uncompared(self, plans: Sequence[RootPlan]) -> list[RootPlan]:
+        """Plans with a single rollout to branch off, one of each environment whose `reset` was never compared with
+        another: it is called once more, for that alone."""
+        known = {*self.engine.varying, *(type(plan.episode.environment) for plan in plans if plan.bare > 1)}
+        chosen = []
+        for plan in plans:
+            environment = plan.episode.environment
+            has_task = plan.episode.prompt is not None and plan.episode.prompt != plan.tree.example.get("prompt")
+            if plan.bare == 1 and plan.continuations and has_task and type(environment) not in known:
+                known.add(type(environment))
+                if optional_method(environment, "fork") is None:
+                    chosen.append(plan)
+        return chosen
 
     # One round
 
@@ -458,7 +462,9 @@ class Run:
             self.stats.sampled_tokens += len(sample.token_ids)
             if sample.cached_tokens is not None:
                 self.stats.cached_tokens = (self.stats.cached_tokens or 0) + sample.cached_tokens
-            if sample.state is not None and self.engine.note is not None:
+            # A root's state is that behind its own prompt
+            own = None if branch.node.depth or branch.start.prompt is branch.plan.tree.prompt else branch.start
+            if sample.state is not None and self.engine.note is not None and own is None:
                 self.engine.note(branch.node, sample.state)
             branch.node = branch.plan.tree.add_turn(
                 branch.node,
@@ -466,6 +472,7 @@ class Run:
                 logprobs=sample.logprobs,
                 text=turn.text,
                 messages=[turn.message] if sample.token_ids else [],
+                start=own,
             )
             branch.context += sample.token_ids
             if sample.finish == "length":
@@ -485,7 +492,7 @@ class Run:
     def _requests(self, branches: Sequence[Branch]) -> list[Request]:
         requests = []
         for branch in branches:
-            left = self.limits.left(branch.plan.tree, branch.node)
+            left = self.limits.left(branch)
             limit = left if self.limits.turn is None else min(left, self.limits.turn)
             requests.append(Request(branch.context, limit, (branch.plan.tree.index, branch.leaf.rollout)))
         return requests
@@ -523,7 +530,7 @@ class Run:
                 )
 
     def _messages(self, branch: Branch) -> list[dict[str, Any]]:
-        prompt = branch.plan.tree.prompt
+        prompt = branch.start.prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return messages + [message for turn in branch.node.path() for message in turn.messages]
 
@@ -574,8 +581,8 @@ class Run:
             yield act, reply, ids
 
     def _continue(self, branch: Branch, action: Action, reply: Reply, ids: list[int]) -> None:
-        node, tree = branch.node, branch.plan.tree
-        if not self.limits.fits(tree, node, len(ids)):
+        node = branch.node
+        if not self.limits.fits(branch, len(ids)):
             # Never sliced: neither ids nor messages tell of it
             self._end(branch, "overflow")
             return
@@ -584,7 +591,7 @@ class Run:
         branch.context += ids
         node.messages += reply.messages or ([{"role": "user", "content": reply.text}] if reply.text else [])
         branch.history = [*branch.history, (action, reply)]
-        if self.limits.left(tree, node) < 1:
+        if self.limits.left(branch) < 1:
             self._end(branch, "length")
         else:
             self.live.append(branch)
@@ -620,8 +627,12 @@ class Run:
         )
 
     def _snapshot_of(self, branch: Branch) -> Callable[[], Snapshot]:
-        example, prompt = branch.plan.tree.example, branch.plan.tree.example.get("prompt")
-        restart = partial(self.engine.environment.reset, example, prompt)
+        plan = branch.plan
+        varies = plan.varies or plan.bare == 1 and self.engine.varying.get(type(branch.episode.environment), False)
+        # What `reset` makes anew each time may lie outside of the state: a deep copy would share it
+        branch.episode.by_fork_only = varies
+        example = plan.tree.example
+        restart = None if varies else partial(self.engine.environment.reset, example, example.get("prompt"))
         return partial(take_snapshot, branch.episode, restart, branch.history)
 
     def _keep_snapshot(self, branch: Branch, snapshot: Any) -> None:
@@ -724,10 +735,10 @@ class Run:
 
     def _start_extra(self, counts: Sequence[tuple[RootPlan, int]]) -> None:
         """A prompt without an eligible prefix spends its continuations at the root: the batch is always full."""
-        for plan, episodes in self._root_episodes(counts).items():
+        for plan, episodes in self._fresh(counts).items():
             self.stats.extra_rollouts += len(episodes)
-            for episode in episodes:
-                self._start(plan, plan.tree.root, episode, "extra")
+            for episode, start in episodes:
+                self._start(plan, plan.tree.root, episode, start, "extra")
 
     def _choose_prefixes(self, plan: RootPlan, count: int) -> list[Turn]:
         """Prefixes to continue from, each as often as it was allotted; empty if none is eligible."""
@@ -780,7 +791,7 @@ class Run:
                     snapshots[node].lose(episode)
                     episode.when_returned(close_late)
             else:
-                self._start(plan, node, episode, "continuation")
+                self._start(plan, node, episode, plan.tree.start(node), "continuation")
         self.engine.close(struck_off)
         return failed
 

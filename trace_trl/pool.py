@@ -122,6 +122,7 @@ def make_plans(
     local: dict[int, Episode],
     continuations: int,
     reset: Callable[[list[tuple[dict[str, Any], Any]]], list[Episode]],
+    encode: Callable[[list[dict[str, Any]], list[Any]], list[list[int]]],
     with_reserves: bool,
 ) -> tuple[list[RootPlan], list[RootPlan]]:
     """Plans of this process, and plans of candidates that may replace them.
@@ -134,6 +135,8 @@ def make_plans(
             are the caller's to close.
         continuations: `N`.
         reset: resets an episode for a candidate that another process has reset.
+        encode: gives the token ids of prompts, from their rows and the prompts. Where `reset` answered differently
+            here, the rollouts of this process are shown what it answered here.
         with_reserves: whether candidates of this process that got no rollout are kept as reserves.
     """
     plans: list[RootPlan] = []
@@ -141,18 +144,16 @@ def make_plans(
     foreign = [index for index, bare in enumerate(own) if bare and index not in local]
     rows = [(pool[index].example, pool[index].example.get("prompt")) for index in foreign]
     episodes = {**local, **dict(zip(foreign, reset(rows), strict=True))}
-    if any(episodes[index].prompt != pool[index].prompt for index in foreign):
-        raise ValueError(
-            "An environment's `reset` gave another task on another process for the same dataset row, so its rollouts "
-            "can't be shared between processes: make `reset` depend only on its arguments (seed it from the row)."
-        )
+    other = [index for index in foreign if episodes[index].prompt != pool[index].prompt]
+    prompts = [episodes[index].prompt for index in other]
+    encoded = encode([pool[index].example for index in other], prompts) if other else []
+    shown = {index: (c.prompt, c.prompt_ids) for index, c in enumerate(pool)}
+    shown |= {index: (prompt, ids) for index, prompt, ids in zip(other, prompts, encoded, strict=True)}
     for index, (candidate, budget, bare) in enumerate(zip(pool, counts, own, strict=True)):
         is_reserve = with_reserves and not budget and index in local
         if bare or is_reserve:
-            tree = RolloutTree.from_prompt(
-                candidate.prompt, candidate.prompt_ids, candidate.example, index=index, budget=budget
-            )
+            tree = RolloutTree.from_prompt(*shown[index], candidate.example, index=index, budget=budget)
             tree.root.value, tree.root.certainty = candidate.value, candidate.certainty
-            plan = RootPlan(tree, episodes[index], bare, bare * continuations)
+            plan = RootPlan(tree, episodes[index], bare, bare * continuations, varies=index in other)
             (plans if bare else reserves).append(plan)
     return plans, reserves

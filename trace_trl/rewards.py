@@ -90,7 +90,7 @@ class RewardScorer:
         assert turn.leaf is not None
         logger.warning(
             "All reward functions returned None for the following kwargs: "
-            f"{dict(prompt=tree.prompt, completion=turn.text)}. "
+            f"{dict(prompt=tree.start(turn).prompt, completion=turn.text)}. "
             "So this rollout got no reward (an `env_step` gave none either) and carries no signal; it ended by "
             f"{turn.leaf.reason!r} after {turn.depth} turn(s). Make sure that each rollout gets at least one reward. "
             "Further ones are not reported."
@@ -99,7 +99,7 @@ class RewardScorer:
     def _rewards(self, leaves: Sequence[tuple[RolloutTree, Turn]]) -> torch.Tensor:
         """Shape `(leaves, reward functions)`, `nan` where a function returned `None`."""
         trainer = self.trainer
-        prompts = [copy_plain(tree.prompt) for tree, _ in leaves]
+        prompts = [copy_plain(tree.start(turn).prompt) for tree, turn in leaves]
         completion_ids = [[i for t in turn.path() for i in (*t.token_ids, *t.observation_ids)] for _, turn in leaves]
         completions = self.completions(leaves, completion_ids)
         kwargs = self._keyword_arguments(leaves)

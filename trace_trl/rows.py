@@ -44,7 +44,7 @@ class Rows:
 
     @property
     def prompts(self) -> list[Any]:
-        return [tree.prompt for tree, _ in self.leaves]
+        return [tree.start(turn).prompt for tree, turn in self.leaves]
 
     @property
     def truncated(self) -> list[bool]:
@@ -95,7 +95,7 @@ def build_rows(
             if rows.logprobs is not None:
                 rows.logprobs.append(logprobs)
             rows.leaves.append((tree, turn))
-            rows.prompt_ids.append(tree.prompt_ids)
+            rows.prompt_ids.append(tree.start(turn).ids)
             rows.completion_ids.append(ids)
             rows.sampled_mask.append(sampled)
             rows.loss_mask.append(trained)

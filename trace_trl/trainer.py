@@ -319,6 +319,7 @@ quantization_config, peft_config, tools, environment_factory:
             timeout=args.env_timeout,
             sync=self._sync,
             tools=self._tools_of,
+            encode=self._encode_prompts,
             progress=self.progress.update,
         )
 
@@ -469,12 +470,21 @@ quantization_config, peft_config, tools, environment_factory:
                 checks.check_columns(row, reserved)
             episodes += self._engine.reset(rows)
             prompts = [episode.prompt for episode in episodes]
-            checks.check_prompt_kinds(inputs, prompts)
-            self._batch_environments = [self._environment_name(row) for row in inputs]
-            prompt_ids = [list(ids) for ids in self._tokenize_prompts(prompts)[0]]
-            for row, prompt, ids in zip(inputs, prompts, prompt_ids, strict=True):
-                checks.check_prompt_length(row, prompt, ids, self._context_length())
+            prompt_ids = self._encode_prompts(inputs, prompts)
         return [Candidate(*row) for row in zip(inputs, prompts, prompt_ids, strict=True)], episodes
+
+    def _encode_prompts(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[list[int]]:
+        """Token ids of what environments made of the rows' prompts.
+
+        Raises:
+            ValueError: for a prompt that can't be used.
+        """
+        checks.check_prompt_kinds(rows, prompts)
+        self._batch_environments = [self._environment_name(row) for row in rows]
+        encoded = [list(ids) for ids in self._tokenize_prompts(prompts)[0]]
+        for row, prompt, ids in zip(rows, prompts, encoded, strict=True):
+            checks.check_prompt_length(row, prompt, ids, self._context_length())
+        return encoded
 
     def _roll_out_training(self, inputs: list[dict[str, Any]]) -> tuple[list[RolloutTree], Stats]:
         started = time.perf_counter()
@@ -531,6 +541,7 @@ quantization_config, peft_config, tools, environment_factory:
                 local={offset + position: episode for position, episode in enumerate(episodes)},
                 continuations=args.continuations_per_root,
                 reset=reset,
+                encode=self._encode_prompts,
                 with_reserves=args.root_allocation == "dapo",
             )
         if self.values is not None:

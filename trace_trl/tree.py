@@ -69,6 +69,19 @@ class Leaf:
         return not math.isnan(self.reward)
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class Start:
+    """What a rollout was shown first.
+
+    Attributes:
+        prompt (`str` or `list[dict]`): the prompt, what the rollout's own `reset` returned included.
+        ids (`list[int]`): its token ids.
+    """
+
+    prompt: Any
+    ids: list[int]
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     """One turn (node) of a rollout tree. Compared and hashed by identity.
@@ -89,6 +102,8 @@ class Turn:
             not two outcomes to compare.
         advantage (`float`): the turn's advantage; every sampled token of the turn carries it.
         leaf (`Leaf` or `None`): set when the episode ended with this turn.
+        start (`Start` or `None`): of a first turn whose rollout was shown something other than the tree's prompt,
+            since an environment's `reset` answered differently: what it was shown, in the place of the root's ids.
     """
 
     token_ids: list[int]
@@ -106,6 +121,7 @@ class Turn:
     advantage: float = 0.0
     leaf: Leaf | None = None
     history_length: int = 0  # tokens from the root to here, prompt and observation included
+    start: Start | None = None
 
     def path(self) -> list[Turn]:
         """Turns from the first turn down to this one; the root is left out."""
@@ -120,11 +136,14 @@ class Turn:
     def history_ids(self) -> list[int]:
         """Token ids of `H_t`: the prompt, then every turn's sampled and observed tokens. A new list at every call."""
         parts = []
+        ids: list[int] = []
         node: Turn | None = self
         while node is not None:
             parts.append(node)
+            if node.start is not None:
+                ids += node.start.ids
+                break
             node = node.parent
-        ids: list[int] = []
         for part in reversed(parts):
             ids += part.token_ids
             ids += part.observation_ids
@@ -161,10 +180,11 @@ class RemoteChild:
 
 @dataclass(slots=True, eq=False)
 class RolloutTree:
-    """All rollouts of one prompt on this process.
+    """All rollouts of one prompt, that is, of one dataset row, on this process.
 
     Attributes:
         prompt (`str` or `list[dict]`): the prompt as shown to the model, an environment's reset observation included.
+            A rollout whose own reset answered differently has its own, see [`RolloutTree.start`].
         example (`dict`): the dataset row; never written to.
         root (`Turn`): depth 0, `root.observation_ids` are the prompt's token ids.
         index (`int`): number of the prompt in the candidate pool, the same on every process.
@@ -195,8 +215,9 @@ class RolloutTree:
         text: str = "",
         messages: Sequence[dict[str, Any]] = (),
         leaf: Leaf | None = None,
+        start: Start | None = None,
     ) -> Turn:
-        """Appends a turn below `parent` (the root for a first turn). The arguments are copied.
+        """Appends a turn below `parent` (the root for a first turn). The arguments are copied, `start` is not.
 
         Raises:
             ValueError: if `parent` already ended its episode, or if `logprobs` and `token_ids` differ in length.
@@ -214,7 +235,10 @@ class RolloutTree:
             text=text,
             messages=copy_messages(messages),
             leaf=leaf,
-            history_length=parent.history_length + len(token_ids) + len(observation_ids),
+            history_length=(parent.history_length if start is None else len(start.ids))
+            + len(token_ids)
+            + len(observation_ids),
+            start=start,
         )
         parent.children.append(turn)
         return turn
@@ -222,6 +246,12 @@ class RolloutTree:
     @property
     def prompt_ids(self) -> list[int]:
         return self.root.observation_ids
+
+    def start(self, turn: Turn) -> Start:
+        """What the rollouts that `turn` belongs to were shown first; at the root, the tree's prompt."""
+        while turn.depth > 1:
+            turn = turn.parent  # type: ignore[assignment]
+        return Start(self.prompt, self.prompt_ids) if turn.start is None else turn.start
 
     def turns(self) -> Iterator[Turn]:
         """All sampled turns, parents before children; the root is left out."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from .foreign import optional_method, sound_text
 from .metrics import effective
-from .tree import Leaf, RemoteChild, RolloutTree
+from .tree import Leaf, RemoteChild, RolloutTree, Start
 
 
 SCHEMA_VERSION = 1
@@ -111,6 +111,10 @@ def tree_to_dict(tree: RolloutTree, include_ids: bool = False) -> dict[str, Any]
             "advantage": turn.advantage,
             "leaf": None,
         }
+        if turn.start is not None:
+            node["start"] = {"prompt": turn.start.prompt, "prompt_tokens": len(turn.start.ids)}
+            if include_ids:
+                node["start"]["prompt_ids"] = turn.start.ids
         if include_ids:
             node |= {
                 "token_ids": turn.token_ids,
@@ -187,6 +191,7 @@ def tree_from_dict(record: Mapping[str, Any]) -> RolloutTree:
             fields["reward"] = _number(fields["reward"])
             fields["rewards"] = list(map(_number, fields["rewards"]))
             leaf = Leaf(**fields)
+        start = node.get("start")
         logprobs = node.get("logprobs")
         parent = by_id[node["parent"]]
         turn = RolloutTree.add_turn(
@@ -197,8 +202,10 @@ def tree_from_dict(record: Mapping[str, Any]) -> RolloutTree:
             text=node["text"],
             messages=node.get("messages", ()),
             leaf=leaf,
+            start=None if start is None else Start(start["prompt"], start.get("prompt_ids", [])),
         )
-        turn.history_length = parent.history_length + node["tokens"] + node["observation_tokens"]
+        before = parent.history_length if start is None else start["prompt_tokens"]
+        turn.history_length = before + node["tokens"] + node["observation_tokens"]
         turn.value, turn.target, turn.advantage = node["value"], node["target"], _number(node["advantage"])
         by_id[node["id"]] = turn
     return tree

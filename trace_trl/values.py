@@ -108,12 +108,13 @@ class AnchorValues:
 
 
 def anchors_above(leaf: Turn) -> list[Turn]:
-    """The anchors above a leaf, the root first."""
+    """The anchors above a leaf, the first one first: the root, unless the rollout was shown another prompt than the
+    root holds."""
     nodes = []
-    node = leaf.parent
-    while node is not None:
-        nodes.append(node)
+    node = leaf
+    while node.parent is not None and node.start is None:
         node = node.parent
+        nodes.append(node)
     return nodes[::-1]
 
 

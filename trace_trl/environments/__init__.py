@@ -1,4 +1,24 @@
-from .base import Action, Environment, Episode, ForkError, Reply, StepResult, UnsupportedError
+from .base import (
+    Action,
+    ContractError,
+    Environment,
+    Episode,
+    ForkError,
+    Reply,
+    RunEndingError,
+    StepResult,
+    UnsupportedError,
+)
 
 
-__all__ = ["Action", "Environment", "Episode", "ForkError", "Reply", "StepResult", "UnsupportedError"]
+__all__ = [
+    "Action",
+    "ContractError",
+    "Environment",
+    "Episode",
+    "ForkError",
+    "Reply",
+    "RunEndingError",
+    "StepResult",
+    "UnsupportedError",
+]

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..foreign import optional_method
-from .runner import EnvironmentTimeout, GetLoop, settle
+from .runner import EnvironmentTimeout, GetLoop, is_interrupt, settle
 
 
 logger = logging.getLogger(__name__)
@@ -113,11 +114,13 @@ class Episode:
         prompt (`str` or `list[dict]`): what the policy is shown first, a reset observation included.
         environment (`Any`): the object that reward functions receive in `environments`; `None` where there is none.
         loop (`Callable`): gives the event loop of async environments; `None` where there is none.
+        by_fork_only (`bool`): whether `fork` may use nothing but the state's own `fork()`.
     """
 
     prompt: Any
     environment: Any = None
     loop: GetLoop | None = None
+    by_fork_only: bool = False
     _lost: tuple[EnvironmentTimeout, ...] = ()
 
     def step(self, action: Action) -> Reply:
@@ -136,6 +139,8 @@ class Episode:
         except RunEndingError:
             raise
         except BaseException as error:  # as the runner does: an environment may try to exit
+            if is_interrupt(error):
+                raise
             return self.on_error(action, error)
 
     def fork(self) -> Episode:
@@ -193,6 +198,11 @@ class Environment:
         """Called when training ends."""
 
 
+# What `signal`, `sqlite3` and `asyncio` say
+_OFF_MAIN_THREAD = re.compile(
+    r"only works in main thread|only be used in that same thread|no current event loop in thread"
+)
+
 _IMMUTABLE = frozenset({str, int, float, bool, type(None)})
 
 
@@ -215,9 +225,23 @@ def without_thoughts(text: str) -> str:
 def describe(error: BaseException) -> str:
     """The text of an error that a policy reads; never empty."""
     try:
-        return str(error) or type(error).__name__
+        text = str(error) or type(error).__name__
     except Exception:  # of a foreign `__str__`
         return type(error).__name__
+    if needs_main_thread(error):
+        text += " Set `env_max_workers=1`: synchronous calls then run in the main thread."
+    return text
+
+
+def needs_main_thread(error: BaseException | None) -> bool:
+    """Whether an error comes from code that was not run in the thread it needs: it says so, or one that caused it."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if _OFF_MAIN_THREAD.search(" ".join(map(str, error.args))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def close_object(target: Any, loop: GetLoop | None, owner: Environment) -> None:

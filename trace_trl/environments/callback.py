@@ -86,7 +86,9 @@ class CallbackEpisode(Episode):
         return self.owner.env_step(self.environment, action.text, copy_plain(list(action.messages)))
 
     def fork(self) -> CallbackEpisode:
-        return type(self)(self.owner, copy_state(self.environment, self.loop), self.prompt)
+        episode = type(self)(self.owner, copy_state(self.environment, self.loop, self.by_fork_only), self.prompt)
+        episode.by_fork_only = self.by_fork_only
+        return episode
 
     def close(self) -> None:
         self.when_free(self._close)

@@ -18,12 +18,13 @@ from .base import Action, Episode, ForkError, Reply, describe
 from .runner import EnvironmentTimeout, GetLoop, settle
 
 
-def copy_state(state: Any, loop: GetLoop | None = None) -> Any:
+def copy_state(state: Any, loop: GetLoop | None = None, by_fork_only: bool = False) -> Any:
     """The state's own `fork()`, sync or async; `copy.deepcopy` if it has none, or if that fails.
 
     Args:
         state: what is to be copied; it must not change.
         loop: gives the event loop an async `fork()` runs on.
+        by_fork_only: whether `copy.deepcopy` is ruled out, since it would share what the state has outside of it.
 
     Raises:
         ForkError: if neither works, or if `fork()` raises it: then nothing else is tried.
@@ -41,6 +42,11 @@ def copy_state(state: Any, loop: GetLoop | None = None) -> Any:
             if copied is not None and copied is not state:
                 return copied
             problem = f"its fork() returned {'nothing' if copied is None else 'itself'}, and "
+    if by_fork_only:
+        raise ForkError(
+            f"{type(state).__name__} can't be copied: {problem}its `reset` gave different tasks for one dataset row, "
+            "so a deep copy might share what it made outside, such as files."
+        )
     try:
         return copy.deepcopy(state)
     # Whatever a foreign `__deepcopy__` raises (locks, sockets, handles), replay may still do

@@ -33,6 +33,7 @@ def make_environment(trainer: Any, codec: Any, loop: Callable[[], Any]) -> Envir
         idle=None if trainer.environment_factories is None else trainer._environment_pool,
         max_rounds=min((limit for limit in rounds if limit is not None), default=None),
         loop=loop,
+        max_workers=trainer.args.env_max_workers,
     )
 
 

@@ -29,21 +29,82 @@ START_TIMEOUT = 60.0
 _PREPARE = r"""
 import logging
 import re
+from decimal import Decimal
+from string import ascii_uppercase
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from latex2sympy2_extended.math_normalization import extract_boxed_content
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
+from sympy import And, Equality, Mul, Pow, UnevaluatedExpr, preorder_traversal
 
 # Naming what is to be computed is no answer, unless the right answer does so
 TASK = re.compile(r"\\(?:sum|prod|i*int|oint|lim|[dt]?binom|choose|gcd|lcm|det|[pb]?mod)(?![a-z])|\\frac\s*\{\s*d\b|!")
+SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,3}\b(?!\.\d)")
+# E, (E), E: text, \text{(E) text}
+CHOICE = re.compile(r"(?:\\(?:text|math|mbox)\w*\s*\{)*\s*\(?([A-Z])(?:[.:)]|[}\s]*$)")
+# Without I, which the policy calls itself
+CHOICES = StringExtractionConfig(tuple(ascii_uppercase.replace("I", "")), False, lowercase=False)
 
 def tasks_of(parsed):
     return {task for one in parsed if isinstance(one, str) for task in TASK.findall(one)}
 
+def is_written_out(number):
+    # 3, -3/7, 50 %, 3 * 10^8
+    parts = [part for part in Mul.make_args(number) if part not in (1, -1)]
+    powers = [part.args for part in parts if isinstance(part, Pow)]
+    plain = sum(part.is_Number for part in parts)
+    percent = sum(isinstance(part, UnevaluatedExpr) for part in parts)
+    usual = all(base.is_Number and (to == -1 or base == 10 and to.is_Integer) for base, to in powers)
+    return usual and len(powers) < 2 and plain < 2 and len(parts) == len(powers) + plain + percent
+
+def is_to_compute(parsed):
+    for one in parsed:
+        if isinstance(one, str):
+            continue
+        # x = 17 * 23 = 391 gives it after all
+        if isinstance(one, (And, Equality)) and any(is_written_out(s) for e in one.atoms(Equality) for s in e.args):
+            continue
+        for part in preorder_traversal(one):
+            if getattr(part, "is_number", False) and not is_written_out(part) and part.doit().is_Rational:
+                return True
+    return False
+
+def last_box(text):
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    box = extract_boxed_content(text[start:])
+    return box if box.count("{") == box.count("}") else ""
+
+def chosen(box, text):
+    if box is None:
+        found = parse(re.sub(r"\(([A-Z])\)", r" \1 ", text), [CHOICES], parsing_timeout=None)
+        if found:
+            return found[0]
+        # No more than the letter
+        box = text if len(text.strip()) < 5 else ""
+    found = CHOICE.match(box)
+    return found and found[1]
+
 def is_right(answer, text, boxed):
+    box = last_box(text)
+    choice = CHOICE.match(answer)
+    if choice and re.sub(r"\\\w+|\W", "", answer) == choice[1] and not (boxed and box is None):
+        if chosen(box, text) == choice[1]:
+            return True
+    if box is not None:
+        text = "\\boxed{" + box + "}"
+    # 2e-3 may be meant with the number e
+    meant = [(one, SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), one)) for one in (answer, text)]
+    return any(says(gold, given, boxed) for gold in set(meant[0]) for given in set(meant[1]))
+
+def says(answer, text, boxed):
     gold = parse("\\boxed{" + answer + "}", parsing_timeout=None)
     latex = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=not boxed)
     configs = [latex] if boxed else [latex, ExprExtractionConfig()]
     given = parse(text, extraction_config=configs, extraction_mode="first_match", parsing_timeout=None)
-    return bool(gold) and tasks_of(given) <= tasks_of(gold) and verify(gold, given, timeout_seconds=None)
+    if not gold or not tasks_of(given) <= tasks_of(gold) or not verify(gold, given, timeout_seconds=None):
+        return False
+    return not is_to_compute(given) or is_to_compute(gold)
 """
 
 
@@ -79,11 +140,14 @@ class AnswerChecker:
             answer (`str`):
                 Right answer, LaTeX or plain.
             text (`str`):
-                What the policy said last. What stands in `<think>` is left out. The answer stands in the first box,
-                in the last formula, or is the last expression where there is neither.
+                What the policy said last. What stands in `<think>` is left out. The answer stands in the last
+                `\\boxed{}` or `\\fbox{}`, in the last formula where there is no box, or is the last expression where
+                there is neither. Where the right answer is the letter of a choice, "The answer is (A)" gives one, and
+                text may follow the letter in a box. 1e5 is a number.
 
         Returns:
-            `bool`: whether they say the same.
+            `bool`: whether they say the same. What is only to be computed (17 * 23, a sum, an integral) is wrong,
+            unless the right answer is of that kind.
 
         Raises:
             ImportError: if `math-verify` is not installed.

@@ -8,6 +8,9 @@ A call that outlasts the timeout is given up. A coroutine is cancelled; a thread
 as lost and another takes its place. A call that waits for a worker gets one within moments, however many calls hang:
 a round lasts one timeout at most, unless all of `max_workers` hang. Workers are daemon threads, so a call that never
 returns does not keep the interpreter from ending.
+
+With one worker, plain functions run in the thread that asks for them, one by one, and can't be given up: signals, and
+what is bound to a thread, work there as they do without threads.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ def settle(value: Any, get_loop: GetLoop | None) -> Any:
 
     Raises:
         RuntimeError: if there is no event loop, or if the awaitable wants to exit (`SystemExit`).
+        EnvironmentTimeout: if it takes too long for a call that nobody else can give up.
     """
     if not inspect.isawaitable(value):
         return value
@@ -65,9 +69,21 @@ def settle(value: Any, get_loop: GetLoop | None) -> Any:
         raise RuntimeError("An async function was called where no event loop runs.")
     future = asyncio.run_coroutine_threadsafe(contained(value), get_loop())
     call: _Call | None = getattr(_working, "call", None)
-    if call is not None:
-        call.cancel_with(future.cancel)
-    return future.result()
+    if call is None:
+        return future.result()
+    call.cancel_with(future.cancel)
+    left = None if call.limit is None else max(0.0, call.started + call.limit - time.monotonic())  # type: ignore[operator]
+    try:
+        return future.result(left)
+    except TimeoutError:
+        if future.done():  # its own
+            raise
+        future.cancel()
+        raise EnvironmentTimeout(_overdue(call.limit), call) from None
+
+
+def _overdue(timeout: float | None) -> str:
+    return f"The environment gave no answer within {timeout:g} seconds."
 
 
 async def contained(awaitable: Awaitable[Any]) -> Any:
@@ -93,7 +109,9 @@ class _Batch:
 
 
 class _Call:
-    __slots__ = ("function", "batch", "result", "late", "started", "ended", "lost", "thread", "cancel", "callbacks")
+    __slots__ = (
+        "function", "batch", "result", "late", "started", "ended", "lost", "thread", "cancel", "callbacks", "limit"
+    )  # fmt: skip
 
     def __init__(self, function: Callable[[], Any], batch: _Batch):
         self.function: Callable[[], Any] | None = function
@@ -106,9 +124,10 @@ class _Call:
         self.thread: threading.Thread | None = None
         self.cancel: Callable[[], Any] | None = None  # ends what it does, or waits for, on the event loop
         self.callbacks: list[Callable[[Any], None]] | None = None
+        self.limit: float | None = None  # seconds for coroutines it waits for, where no other thread looks after it
 
     def work(self) -> None:
-        """Runs a plain function, in a worker."""
+        """Runs a plain function, in a worker, or in the thread that wants its result."""
         with self.batch.lock:
             if self.lost:
                 return
@@ -121,6 +140,8 @@ class _Call:
             result = error
         _working.call = None
         self.end(result)
+        if is_interrupt(result):
+            raise result
 
     async def play(self) -> None:
         """Runs a coroutine function, on the event loop."""
@@ -174,6 +195,11 @@ class _Call:
         _quietly(callback, self.late)
 
 
+def is_interrupt(error: Any) -> bool:
+    """Whether this is Ctrl-C, rather than something that an environment raised."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
 def _quietly(callback: Callable[[Any], None], result: Any) -> None:
     try:
         callback(result)
@@ -184,7 +210,9 @@ def _quietly(callback: Callable[[Any], None], result: Any) -> None:
 class ConcurrentRunner:
     """
     Args:
-        max_workers (`int`): most threads at work for plain functions.
+        max_workers (`int`): most threads at work for plain functions. With 1 there are none: plain functions run one
+            by one in the thread that calls `run` or `submit`, and have no time limit but for the coroutines that they
+            wait for.
         loop (`Callable[[], asyncio.AbstractEventLoop]`): gives the running event loop on which every coroutine runs,
             so that locks made at module level belong to one loop for the whole run. Asked for when first needed.
     """
@@ -208,9 +236,9 @@ class ConcurrentRunner:
             return []
         batch = _Batch(len(functions))
         calls = [_Call(function, batch) for function in functions]
-        plain = self._begin(calls)
-        self._grow(min(plain, FIRST_WORKERS) - len(self._workers))
         try:
+            plain = self._begin(calls, timeout)
+            self._grow(min(plain, FIRST_WORKERS) - len(self._workers))
             self._wait(batch, calls, timeout)
         except BaseException as error:  # Ctrl-C
             self._give_up([(call, error) for call in calls])
@@ -237,7 +265,7 @@ class ConcurrentRunner:
         for _ in range(workers):
             self._calls.put(None)
 
-    def _begin(self, calls: Sequence[_Call]) -> int:
+    def _begin(self, calls: Sequence[_Call], timeout: float | None) -> int:
         """Hands calls to the event loop or to the workers. Returns how many wait for a worker."""
         coroutines = [call for call in calls if inspect.iscoroutinefunction(call.function)]
         if coroutines:
@@ -247,6 +275,11 @@ class ConcurrentRunner:
                 call.started = now
             self.loop.call_soon_threadsafe(_play, coroutines)
         plain = [call for call in calls if call.started is None]
+        if self.max_workers == 1:
+            for call in plain:
+                call.limit = _waitable(timeout)
+                call.work()
+            return 0
         for call in plain:
             self._calls.put(call)
         return len(plain)
@@ -268,7 +301,7 @@ class ConcurrentRunner:
         `most` already."""
         waiting = sum(call.started is None for call in calls)
         if timeout is not None:
-            text = f"The environment gave no answer within {timeout:g} seconds."
+            text = _overdue(timeout)
             latest = time.monotonic() - timeout
             overdue = [call for call in calls if call.started and call.started <= latest and not call.lost]
             self._give_up([(call, EnvironmentTimeout(text, call)) for call in overdue])
@@ -349,7 +382,7 @@ class Stream:
         """Begins a call of `function`, plain or a coroutine function, whose answer comes with `tag`."""
         call = _Call(function, self._batch)
         self._open[call] = tag
-        if self._runner._begin([call]):
+        if self._runner._begin([call], self._timeout):
             self._runner._grow(min(len(self._open), FIRST_WORKERS) - len(self._runner._workers))
 
     def collect(self, wait: float = 0.0) -> list[tuple[Any, Any]]:

@@ -10,10 +10,10 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from ..foreign import optional_method, sound, sound_text
-from .base import Action, Environment, Episode, Reply, close_object, copy_plain, describe
+from .base import Action, Environment, Episode, Reply, close_object, copy_plain, describe, needs_main_thread
 from .callback import are_blocks, as_text, check_no_images
 from .forking import copy_state
-from .runner import ConcurrentRunner, EnvironmentTimeout, GetLoop, contained, settle
+from .runner import ConcurrentRunner, EnvironmentTimeout, GetLoop, contained, is_interrupt, settle
 
 
 # Methods of an environment that are not tools; TRL itself knows the first two
@@ -49,6 +49,7 @@ class ToolEnvironment(Environment):
             often, as in TRL: at the end of a branch its instance comes back here, a copy made by forking is closed.
         max_rounds (`int` or `None`): rounds of tool calls of an episode; calls made after that are not run.
         loop (`Callable`): gives the event loop async tools run on.
+        max_workers (`int`): most threads that close instances at the end.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class ToolEnvironment(Environment):
         idle: dict[str | None, list] | None = None,
         max_rounds: int | None = None,
         loop: GetLoop | None = None,
+        max_workers: int = 1024,
     ):
         self.tools = list(tools or [])
+        self.max_workers = max_workers
         self.factories = factories
         self.max_rounds = max_rounds
         self.loop = loop
@@ -116,7 +119,7 @@ class ToolEnvironment(Environment):
             instances = [instance for idle in self._idle.values() for instance in idle]
             self._idle.clear()
         # One that hangs keeps neither the others open nor the run from ending
-        runner = ConcurrentRunner()
+        runner = ConcurrentRunner(self.max_workers)
         runner.run([partial(close_object, instance, self.loop, self) for instance in instances], CLOSING_TIMEOUT)
         runner.close()
 
@@ -172,7 +175,11 @@ class ToolEpisode(Episode):
                 raise ValueError(f"The arguments of tool {name} must be a JSON object.")
             # A copy: the message that holds them stays as it was sampled
             return name, self._tools[name](**copy_plain(arguments))
-        except BaseException as error:  # in a worker: a tool may try to exit
+        except BaseException as error:  # a tool may try to exit
+            if is_interrupt(error):
+                raise
+            if needs_main_thread(error):
+                self.owner.warn_once("thread", f"Tool {name} failed: {describe(error)}", error)
             return name, error
 
     def on_error(self, action: Action, error: BaseException) -> Reply:
@@ -183,8 +190,9 @@ class ToolEpisode(Episode):
         return Reply(messages=messages, calls=len(names), failures=len(names))
 
     def fork(self) -> ToolEpisode:
-        instance = None if self.environment is None else copy_state(self.environment, self.loop)
+        instance = None if self.environment is None else copy_state(self.environment, self.loop, self.by_fork_only)
         episode = ToolEpisode(self.owner, self.name, instance, self.prompt)
+        episode.by_fork_only = self.by_fork_only
         episode._rounds = self._rounds
         return episode
 
