@@ -1,14 +1,15 @@
 """What is opened while a batch is prepared is closed, whatever becomes of it, and no `close()` holds a run up."""
 
 import threading
-import time
 from contextlib import nullcontext
 
 import pytest
 from datasets import Dataset
 
 from toys import (
+    Clock,
     CounterEnvironment,
+    Hanging,
     ScriptedGenerator,
     chat_dataset,
     make_engine,
@@ -21,6 +22,18 @@ from trace_trl import StepResult
 from trace_trl import trainer as trainer_module
 from trace_trl.engine import close_late
 from trace_trl.environments.callback import CallbackEnvironment
+from waiting import until
+
+
+@pytest.fixture
+def hanging():
+    with Hanging() as hanging:
+        yield hanging
+
+
+@pytest.fixture
+def clock(monkeypatch, hanging):
+    return Clock(monkeypatch, hanging)
 
 
 class State:
@@ -44,11 +57,11 @@ class State:
 
 
 class Hangs(State):
-    release: threading.Event
+    hanging: Hanging
 
     def close(self):
         super().close()
-        self.release.wait(30)
+        self.hanging()
 
 
 class Exits(State):
@@ -65,15 +78,13 @@ def finish(state, action, messages):
 
 
 @pytest.mark.parametrize("cls", [Hangs, Exits])
-def test_closing_a_state_that_no_plan_took_does_not_hold_up_or_end_the_run(tmp_path, cls, caplog):
+def test_closing_a_state_that_no_plan_took_does_not_hold_up_or_end_the_run(tmp_path, cls, hanging, clock, caplog):
     cls = cls.fresh()
-    cls.release = threading.Event()
+    cls.hanging = hanging
     trainer = make_trainer(tmp_path, env_reset=cls, env_step=finish, env_timeout=0.5, max_steps=1)
-    try:
-        trainer.train()
-    finally:
-        cls.release.set()
+    trainer.train()
     assert trainer.state.global_step == 1
+    assert hanging.at_work == (len(cls.made) if issubclass(cls, Hangs) else 0)
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.made))
     assert threading.main_thread() not in cls.closers
     assert caplog.text.count("Closing an environment failed") == 1
@@ -83,9 +94,7 @@ def test_what_a_call_that_was_given_up_came_to_is_closed_elsewhere():
     """The call may end in the moment it is given up: then the main thread is told of it."""
     cls = Exits.fresh()
     close_late(CallbackEnvironment(finish, cls).reset({}, "go"))
-    deadline = threading.Event()
-    while not cls.closers and not deadline.wait(0.005):
-        pass
+    until(lambda: cls.closers)
     assert threading.main_thread() not in cls.closers
 
 
@@ -188,7 +197,7 @@ def test_instances_are_closed_where_another_process_fails(tmp_path, monkeypatch,
 
 def test_an_error_is_not_hidden_by_what_closing_raises(tmp_path):
     cls = Exits.fresh()
-    trainer = make_trainer(tmp_path, env_reset=cls, env_step=finish, env_timeout=0.5)
+    trainer = make_trainer(tmp_path, env_reset=cls, env_step=finish)
     trainer.values.predict_roots = fail
     assert isinstance(train_in_vain(trainer, "^nobody foresaw this$"), ArithmeticError)
     assert cls.made and sorted(map(id, cls.closed)) == sorted(map(id, cls.made))
@@ -218,7 +227,8 @@ class Copied(State):
     """Its first copy is kept; what copies of that one do is `again`."""
 
     is_copy = False
-    release: threading.Event
+    hanging: Hanging
+    clock: Clock
 
     def fork(self):
         if self.is_copy:
@@ -238,7 +248,7 @@ class ExitsAgain(Copied):
 
 class HangsAgain(Copied):
     def again(self):
-        self.release.wait(30)
+        self.hanging()
 
 
 class NotCopied(State):
@@ -255,26 +265,26 @@ class NotCopied(State):
         (Copied, None),
     ],
 )
-def test_further_rollouts_of_a_made_up_task_are_closed(cls, message):
+def test_further_rollouts_of_a_made_up_task_are_closed(cls, message, hanging, clock):
     cls = cls.fresh()
-    cls.release = threading.Event()
+    cls.hanging = hanging
     with nullcontext() if message is None else pytest.raises(Exception, match=message):
         run_made_up_tasks(cls, timeout=0.2)
     assert len(cls.made) >= 4 and threading.main_thread() not in cls.closers
-    cls.release.set()
-    deadline = time.monotonic() + 10  # what came back late is closed late
-    while len(cls.closed) < len(cls.made) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    hanging.release.set()
+    until(lambda: len(cls.closed) >= len(cls.made))  # what came back late is closed late
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.made))
 
 
 class CopiedSlowly(Copied):
     def again(self):
-        time.sleep(0.6)
+        self.clock.sleep(0.6)
 
 
-def test_copies_of_a_made_up_task_have_the_time_limit_each():
+def test_copies_of_a_made_up_task_have_the_time_limit_each(clock):
     """Three copies of one state, which are made one after the other: together they take longer than the limit."""
     cls = CopiedSlowly.fresh()
+    cls.clock = clock
     run_made_up_tasks(cls, timeout=1.5)
+    assert 1.8 <= clock.passed < 2
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.made))
