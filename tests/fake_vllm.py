@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import types
 import zlib
 from dataclasses import dataclass, field
@@ -160,6 +161,7 @@ class FakeClient:
         self.say = say
         self.calls: list[dict[str, Any]] = []
         self.hits = 0
+        self._lock = threading.Lock()  # several threads ask it at once
         self.session = requests.Session()
         self.session.get = self.get
 
@@ -174,8 +176,9 @@ class FakeClient:
         return types.SimpleNamespace(text="\n".join(lines))
 
     def generate(self, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
-        self.calls.append({"prompts": prompts, **options})
-        self.hits += sum(len(prompt) // 2 for prompt in prompts)
+        with self._lock:
+            self.calls.append({"prompts": prompts, **options})
+            self.hits += sum(len(prompt) // 2 for prompt in prompts)
         answers = [self.say(prompt, options["max_tokens"])[0] for prompt in prompts]
         return {
             "prompt_ids": [list(prompt) for prompt in prompts],

@@ -93,3 +93,18 @@ HOSTILE = {
     "calls of another kind": "import ctypes\nprint(ctypes.CDLL(None).syscall(0x40000000|57))",
     "long exception": "raise ValueError('x'*(1<<26))",
 }
+
+_CPU = "1 s of CPU time"
+# Those that nothing but a limit of time ends -> the limit that does
+ENDLESS = {
+    "fork bomb that catches": _CPU,
+    "endless loop": _CPU,
+    "endless loop that catches": _CPU,
+    "endless sleep": "2 s",
+    "catastrophic regular expression": _CPU,
+    "huge output": _CPU,
+    "output without a line": _CPU,
+    "signal handlers": _CPU,
+    "an exception that loops": _CPU,
+    "a destructor": _CPU,
+}

@@ -306,7 +306,7 @@ def test_a_lone_surrogate_is_not_shown():
 def test_calls_that_would_compute_for_ever_are_refused(call):
     environment, state = started(MATH)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(environment.step, state, f"[{call}]").result(timeout=20)
+        pool.submit(environment.step, state, f"[{call}]").result(timeout=60)
     assert state.calls == 1 and "is not defined" not in state.results[0]
     assert state.failed_calls == 1 or "1e9999" in call
 
@@ -702,7 +702,7 @@ except ImportError as error:
 assert "bfcl_eval.constants.eval_config" not in sys.modules  # makes folders beside the package
 """
     for missing, expected in (("1", "make setup-bfcl"), ("0", "")):
-        ran = subprocess.run([sys.executable, "-c", program, missing], capture_output=True, text=True, timeout=120)
+        ran = subprocess.run([sys.executable, "-c", program, missing], capture_output=True, text=True, timeout=240)
         assert ran.returncode == 0, ran.stderr
         assert expected in ran.stdout and bool(expected) == bool(ran.stdout)
 
@@ -740,4 +740,4 @@ def test_episodes_of_one_task_in_many_threads():
         return result.reward
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(play, rows * 12, timeout=60)) == [1.0] * 48
+        assert list(pool.map(play, rows * 12)) == [1.0] * 48

@@ -6,7 +6,9 @@ import pytest
 from datasets import Dataset
 
 from toys import (
+    Clock,
     CounterEnvironment,
+    Hanging,
     ScriptedGenerator,
     chat_dataset,
     make_engine,
@@ -19,6 +21,18 @@ from trace_trl import StepResult
 from trace_trl import trainer as trainer_module
 from trace_trl.engine import close_late
 from trace_trl.environments.callback import CallbackEnvironment
+from waiting import until
+
+
+@pytest.fixture
+def hanging():
+    with Hanging() as hanging:
+        yield hanging
+
+
+@pytest.fixture
+def clock(monkeypatch, hanging):
+    return Clock(monkeypatch, hanging)
 
 
 class State:
@@ -42,11 +56,11 @@ class State:
 
 
 class Hangs(State):
-    release: threading.Event
+    hanging: Hanging
 
     def close(self):
         super().close()
-        self.release.wait(30)
+        self.hanging()
 
 
 class Exits(State):
@@ -63,15 +77,13 @@ def finish(state, action, messages):
 
 
 @pytest.mark.parametrize("cls", [Hangs, Exits])
-def test_closing_a_state_that_no_plan_took_does_not_hold_up_or_end_the_run(tmp_path, cls, caplog):
+def test_closing_a_state_that_no_plan_took_does_not_hold_up_or_end_the_run(tmp_path, cls, hanging, clock, caplog):
     cls = cls.fresh()
-    cls.release = threading.Event()
+    cls.hanging = hanging
     trainer = make_trainer(tmp_path, env_reset=cls, env_step=finish, env_timeout=0.5, max_steps=1)
-    try:
-        trainer.train()
-    finally:
-        cls.release.set()
+    trainer.train()
     assert trainer.state.global_step == 1
+    assert hanging.at_work == (len(cls.made) if issubclass(cls, Hangs) else 0)
     assert sorted(map(id, cls.closed)) == sorted(map(id, cls.made))
     assert threading.main_thread() not in cls.closers
     assert caplog.text.count("Closing an environment failed") == 1
@@ -81,9 +93,7 @@ def test_what_a_call_that_was_given_up_came_to_is_closed_elsewhere():
     """The call may end in the moment it is given up: then the main thread is told of it."""
     cls = Exits.fresh()
     close_late(CallbackEnvironment(finish, cls).reset({}, "go"))
-    deadline = threading.Event()
-    while not cls.closers and not deadline.wait(0.005):
-        pass
+    until(lambda: cls.closers)
     assert threading.main_thread() not in cls.closers
 
 
@@ -186,7 +196,7 @@ def test_instances_are_closed_where_another_process_fails(tmp_path, monkeypatch,
 
 def test_an_error_is_not_hidden_by_what_closing_raises(tmp_path):
     cls = Exits.fresh()
-    trainer = make_trainer(tmp_path, env_reset=cls, env_step=finish, env_timeout=0.5)
+    trainer = make_trainer(tmp_path, env_reset=cls, env_step=finish)
     trainer.values.predict_roots = fail
     assert isinstance(train_in_vain(trainer, "^nobody foresaw this$"), ArithmeticError)
     assert cls.made and sorted(map(id, cls.closed)) == sorted(map(id, cls.made))

@@ -3,7 +3,6 @@
 import collections
 import gc
 import threading
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from trace_trl.environments.base import Environment, Episode, ForkError, Reply
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.generation import Request
 from trace_trl.pool import Candidate, make_plans
+from waiting import LIMIT, until
 
 
 TOKENIZER = make_tokenizer()
@@ -479,7 +479,7 @@ class Shared:
     """What two processes, here two threads, tell each other; each waits for the other, but not for ever."""
 
     def __init__(self):
-        self.barrier = threading.Barrier(2, timeout=20)
+        self.barrier = threading.Barrier(2, timeout=LIMIT)
         self.told = [None, None]
 
 
@@ -526,7 +526,7 @@ def on_two_processes(work, ends_all=False):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(2 * LIMIT)  # who waits in vain for the other gives up before
         assert not thread.is_alive()
     return syncs, results
 
@@ -617,7 +617,7 @@ def test_an_error_within_a_call_of_all_processes_is_raised_at_once(part):
     def work(rank, sync):
         def collective(*args):
             if rank == 1:
-                time.sleep(0.3)  # until the other has come so far
+                until(lambda: sync.shared.barrier.n_waiting and sync.shared.told[0][0] == part)  # the other is in it
                 breaking()
             sync.gather(part, None)
 

@@ -5,13 +5,13 @@ import copy
 import functools
 import inspect
 import threading
-import time
 
 import pytest
 import torch
 
 from toys import (
     AsyncCounterEnvironment,
+    Clock,
     CounterEnvironment,
     Hanging,
     Irreproducible,
@@ -36,14 +36,14 @@ from toys import (
 )
 from trace_trl import StepResult
 from trace_trl.engine import Limits, RootPlan
-from trace_trl.environments import tools as tools_module
 from trace_trl.environments.base import Action, ContractError, UnsupportedError
 from trace_trl.environments.callback import CallbackEnvironment
 from trace_trl.environments.none import SingleTurnEnvironment
 from trace_trl.environments.runner import ConcurrentRunner
-from trace_trl.environments.tools import RESERVED_METHODS, ToolEnvironment, environment_tools
+from trace_trl.environments.tools import CLOSING_TIMEOUT, RESERVED_METHODS, ToolEnvironment, environment_tools
 from trace_trl.generation import Sample
 from trace_trl.tree import RolloutTree
+from waiting import until
 
 
 LOOP = ConcurrentRunner()  # gives the event loop of environments without a trainer
@@ -890,12 +890,16 @@ def same(some, others):
 
 @pytest.fixture
 def hanging():
-    hanging = Hanging()
-    yield hanging
-    hanging.release.set()
+    with Hanging() as hanging:
+        yield hanging
 
 
-def test_case_25_hung_steps_hold_up_nothing(hanging):
+@pytest.fixture
+def clock(monkeypatch, hanging):
+    return Clock(monkeypatch, hanging)
+
+
+def test_case_25_hung_steps_hold_up_nothing(hanging, clock):
     closed = []
 
     class State:
@@ -912,11 +916,11 @@ def test_case_25_hung_steps_hold_up_nothing(hanging):
         return StepResult(f"answer {state.steps} of {state.number}", done=state.steps == 3)
 
     environment = CallbackEnvironment(env_step, lambda example: State(example["number"]))
-    started = time.monotonic()
     trees, stats, _ = roll_out(
         environment, lambda history: "red", rows_of(*range(60)), bare=2, continuations=4, timeout=0.8
     )
-    assert time.monotonic() - started < 10  # 60 calls hang; one after the other it would be 30 s
+    # 60 calls hang, then 120, each time together
+    assert 2 * 0.8 <= clock.passed < 3 * 0.8
     for number, tree in enumerate(trees):
         leaves = tree.leaves()
         assert len(leaves) == 6
@@ -934,14 +938,12 @@ def test_case_25_hung_steps_hold_up_nothing(hanging):
     assert hanging.at_work == 180 and not any(number % 2 for number in closed)
     before = len(closed)
     hanging.release.set()
-    deadline = time.monotonic() + 10
-    while len(closed) < before + 180 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(closed) >= before + 180)
     assert len([number for number in closed if number % 2]) == 180
 
 
-def test_case_25_hung_coroutine_step():
-    closed, released = [], []
+def test_case_25_hung_coroutine_step(hanging, clock):
+    closed = []
 
     class State:
         def __init__(self, example):
@@ -954,11 +956,7 @@ def test_case_25_hung_coroutine_step():
     async def env_step(state, action, messages):
         state.steps += 1
         if state.number == 1 and state.steps == 1:
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                while not released:  # takes no notice
-                    await asyncio.sleep(0.01)
+            await hanging.on_loop()
         return StepResult(f"answer {state.steps}", done=state.steps == 3)
 
     environment = CallbackEnvironment(env_step, State, loop=loop)
@@ -970,14 +968,13 @@ def test_case_25_hung_coroutine_step():
     assert stats.environment_failures == 4
     # 2 rollouts, 2 prefixes of either and 2 continuations; the other prompt's four are still in use
     assert [state.number for state in closed] == [0] * 8
-    released.append(True)
-    deadline = time.monotonic() + 10
-    while len(closed) < 12 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert hanging.at_work == 4
+    hanging.release.set()
+    until(lambda: len(closed) >= 12)
     assert len({id(state) for state in closed}) == len(closed) == 12
 
 
-def test_case_25_tool_that_hangs_or_exits(hanging):
+def test_case_25_tool_that_hangs_or_exits(hanging, clock):
     hang = hanging.tool()
     tools = [hang, echo, exiting]
     turn = call("echo", text="one") + "\n" + call("hang")
@@ -989,7 +986,7 @@ def test_case_25_tool_that_hangs_or_exits(hanging):
     assert stats.environment_failures == 3
 
 
-def test_case_25_instance_in_use_by_a_hung_call_is_not_used_again(hanging):
+def test_case_25_instance_in_use_by_a_hung_call_is_not_used_again(hanging, clock):
     class Slow(CounterEnvironment):
         def hang(self) -> str:
             """Hangs."""
@@ -1006,13 +1003,11 @@ def test_case_25_instance_in_use_by_a_hung_call_is_not_used_again(hanging):
     trees, _, _ = roll_out_environment(environment, lambda history: "done", rows_of(1), bare=2)
     assert len(cls.instances) == 4 and len(environment._idle[None]) == 2
     hanging.release.set()
-    deadline = time.monotonic() + 10
-    while len(same(cls.closed, cls.instances)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(same(cls.closed, cls.instances)) >= 2)
     assert same(cls.closed, cls.instances) == same(cls.instances[:2], cls.instances)
 
 
-def test_case_25_close_that_hangs_or_fails_ends_nothing(hanging, caplog):
+def test_case_25_close_that_hangs_or_fails_ends_nothing(hanging, clock, caplog):
     def env_step(state, action, messages):
         return StepResult(done=True, reward=1.0)
 
@@ -1196,7 +1191,7 @@ def test_case_27_environments_are_closed_once():
     assert len(cls.closed) == len(cls.forks) + 2
 
 
-def test_case_27_instances_are_closed_although_one_hangs_or_fails(hanging, monkeypatch, caplog):
+def test_case_27_instances_are_closed_although_one_hangs_or_fails(hanging, clock, caplog):
     class Closing(CounterEnvironment):
         def close(self):
             if self is self.instances[0]:
@@ -1205,13 +1200,13 @@ def test_case_27_instances_are_closed_although_one_hangs_or_fails(hanging, monke
                 raise OSError("already closed")
             super().close()
 
-    monkeypatch.setattr(tools_module, "CLOSING_TIMEOUT", 0.2)
     cls = Closing.fresh()
     environment = factory_environment(cls)
     for episode in [environment.reset({}, "go") for _ in range(5)]:
         episode.close()
     environment.close()
     assert same(cls.closed, cls.instances) == [2, 3, 4]
+    assert CLOSING_TIMEOUT <= clock.passed < CLOSING_TIMEOUT + 1
     assert [record.getMessage() for record in caplog.records] == ["Closing Closing raised OSError."]
 
 

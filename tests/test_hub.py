@@ -17,6 +17,9 @@ from hub_server import TOKEN, HubServer, blob_id, is_ignored
 from trace_trl import SuccessPredictor, hub, model_card
 
 
+# The first test waits for both jobs: half a minute where nothing else runs
+pytestmark = pytest.mark.timeout(900)
+
 HERE = Path(__file__).parent
 HEADING = "### Rollout budget and success predictor (TRACE)"
 
@@ -35,7 +38,7 @@ def run_job(server: HubServer, home: Path, job: str, *args) -> None:
     }
     environment.pop("HF_HUB_CACHE", None)
     command = [sys.executable, str(HERE / "hub_jobs.py"), job, *map(str, args)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=420)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

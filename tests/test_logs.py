@@ -12,10 +12,11 @@ import re
 import struct
 import sys
 import termios
-import time
+import threading
 from collections import Counter
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -401,26 +402,32 @@ def test_one_line_per_logged_training_step(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("allocation", ["active", "uniform"])
-def test_resets_are_seconds_of_the_environment(tmp_path, allocation):
-    """They were the predictor's, which is asked right behind them, or nobody's."""
+def test_resets_are_seconds_of_the_environment(tmp_path, monkeypatch, allocation):
+    """They were the predictor's, which is asked right behind them, or nobody's. Here no time passes elsewhere."""
+    resets, lock = [], threading.Lock()
+
+    def now():
+        return 128.0 * len(resets)
 
     def slow_reset(row):
-        time.sleep(1)
+        with lock:
+            resets.append(row)
         return {}
 
+    for module in ("engine", "trainer"):
+        monkeypatch.setattr(f"trace_trl.{module}.time", SimpleNamespace(perf_counter=now))
     run = walking_trainer(tmp_path, env_reset=slow_reset, root_allocation=allocation, max_steps=2)
     run.train()
     entries = logged(run, "seconds/total")
     assert len(entries) == 2
     for entry in entries:
-        assert 1 <= entry["seconds/environment"] < entry["seconds/total"]
-        assert entry["seconds/predictor"] < 1
         # None is counted twice: further rollouts of a prompt are reset within a run
-        stages = [entry[f"seconds/{stage}"] for stage in ("generation", "environment", "reward", "predictor")]
-        assert sum(stages) <= entry["seconds/total"]
-    started = time.perf_counter()
+        assert 0 < entry["seconds/environment"] == entry["seconds/total"]
+        assert [entry[f"seconds/{stage}"] for stage in ("generation", "reward", "predictor")] == [0.0] * 3
+    assert sum(entry["seconds/environment"] for entry in entries) == now()
+    started = now()
     evaluation = run.evaluate(chat_dataset(1))
-    assert 1 <= evaluation["eval_seconds/environment"] <= time.perf_counter() - started
+    assert evaluation["eval_seconds/environment"] == now() - started > 0
 
 
 def test_no_line_where_progress_is_turned_off(tmp_path, capsys):

@@ -14,7 +14,7 @@ from trace_trl.environments.sandbox import Result
 
 @pytest.fixture(scope="module")
 def environment():
-    environment = PythonEnvironment(timeout=2.0)
+    environment = PythonEnvironment(timeout=10.0, wall_timeout=60.0)
     yield environment
     environment.close()
 
@@ -168,7 +168,7 @@ def test_native_tool():
 
 
 def test_callbacks_and_arguments():
-    env_reset, env_step = python_env(timeout=1.0, max_observation_chars=30)
+    env_reset, env_step = python_env(timeout=10.0, max_observation_chars=30)
     state = env_reset({"problem": "?"})
     assert len(env_step(state, block("'x' * 100"), []).observation) < 90
     state.close()

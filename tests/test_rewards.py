@@ -145,7 +145,8 @@ def test_an_async_reward_function_that_exits_ends_the_run_and_not_the_event_loop
     # It hung for good
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(240)
+    assert not thread.is_alive()
     (error,) = raised
     assert isinstance(error, RuntimeError) and "SystemExit" in str(error)
     assert trainer.async_loop_thread.is_alive()

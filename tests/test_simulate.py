@@ -157,7 +157,7 @@ class TestCommandLine:
             "assert not loaded, loaded"
         )
         root = Path(__file__).parents[1]
-        done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         head, blank, *table = done.stdout.splitlines()
         assert head.startswith("3072 leaves = M 1024 x (1 + N 2)")

@@ -7,8 +7,11 @@ import dataclasses
 import importlib.resources
 import itertools
 import json
+import math
 import socket
 import threading
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 
@@ -21,8 +24,11 @@ from trl.chat_template_utils import add_response_schema
 from trace_trl import TRACEConfig, TRACETrainer
 from trace_trl.codec import Codec
 from trace_trl.engine import Limits, RootPlan, TreeRolloutEngine
+from trace_trl.environments import runner as runner_module
+from trace_trl.environments.runner import ConcurrentRunner
 from trace_trl.generation import Sample
 from trace_trl.tree import RolloutTree
+from waiting import LIMIT, until
 
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -273,7 +279,7 @@ def roll_out(environment, say, rows=None, bare=2, continuations=0, conversationa
     def encode(rows, prompts):
         return [encode_prompt(tokenizer, prompt) for prompt in prompts]
 
-    defaults = dict(score=score, limits=Limits(completion=10_000), predict=predict, timeout=20, encode=encode)
+    defaults = dict(score=score, limits=Limits(completion=10_000), predict=predict, timeout=LIMIT, encode=encode)
     engine = TreeRolloutEngine(
         ScriptedGenerator(script, [tokenizer.eos_token_id]), codec, environment, **(defaults | kwargs)
     )
@@ -352,12 +358,29 @@ def exiting() -> str:
     raise SystemExit(1)
 
 
+_at: ContextVar = ContextVar("at", default=None)  # under a `Clock`: the runner's call in which this code runs
+
+
 class Hanging:
-    """Calls that do not come back until `release` is set; `at_work` counts those that wait."""
+    """Calls that do not come back until `release` is set, which leaving the block does. If nobody does they come back
+    after what any test waits for, so that a fault which waits for them fails a test, and does not hang it.
+
+    Attributes:
+        at_work (`int`): how many wait.
+        cancelled (`int`): how often coroutines among them were cancelled.
+    """
 
     def __init__(self):
         self.release = threading.Event()
-        self.at_work = 0
+        self.at_work = self.cancelled = 0
+        self.asleep = {}  # under a `Clock`: until when each call sleeps
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.release.set()
 
     def tool(self):
         """The call as a tool."""
@@ -369,10 +392,122 @@ class Hanging:
         return hang
 
     def __call__(self) -> str:
-        self.at_work += 1
-        self.release.wait()
-        self.at_work -= 1
+        with self._sleeping():
+            self.release.wait(2 * LIMIT)
         return "late"
+
+    async def on_loop(self, takes_no_notice=True) -> str:
+        """The call as a coroutine, which does not end when it is cancelled, unless it is told to."""
+        with self._sleeping():
+            while not self.release.is_set():
+                try:
+                    await asyncio.sleep(0.002)
+                except asyncio.CancelledError:
+                    self.cancelled += 1
+                    if not takes_no_notice:
+                        raise
+        return "late"
+
+    @contextmanager
+    def _sleeping(self):
+        call = _at.get()
+        with self._lock:
+            self.at_work += 1
+            self.asleep[call] = math.inf
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.at_work -= 1
+                self.asleep.pop(call, None)
+
+
+class Clock:
+    """
+    The time of every [`ConcurrentRunner`]: it passes only while a round waits and nothing else can happen, because
+    each of its calls has ended, sleeps, or waits for a worker where all workers sleep. So a time limit ends what hangs
+    and nothing else, however slow the machine is, and how long a round lasts can be told. Not for streams.
+
+    Args:
+        hanging ([`Hanging`]): what hangs.
+    """
+
+    def __init__(self, monkeypatch, hanging):
+        self.now = self._began = 1.0
+        self._asleep = hanging.asleep
+        self._passed = threading.Condition()
+        wait, work, play = ConcurrentRunner._wait, runner_module._Call.work, runner_module._Call.play
+
+        def _wait(runner, batch, calls, timeout):
+            batch.over = _Over(self, batch.over, runner, calls)
+            wait(runner, batch, calls, timeout)
+
+        def _work(call):
+            _at.set(call)
+            work(call)
+
+        async def _play(call):
+            _at.set(call)
+            await play(call)
+
+        monkeypatch.setattr(ConcurrentRunner, "_wait", _wait)
+        monkeypatch.setattr(runner_module._Call, "work", _work)
+        monkeypatch.setattr(runner_module._Call, "play", _play)
+        monkeypatch.setattr(runner_module, "time", self)
+
+    @property
+    def passed(self) -> float:
+        """Seconds since the clock was made."""
+        return self.now - self._began
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def process_time(self) -> float:
+        return 0.0  # nobody computes
+
+    thread_time = process_time
+
+    def sleep(self, seconds: float) -> None:
+        """In a plain call: as `time.sleep`."""
+        call = _at.get()
+        with self._passed:
+            wakes = self._asleep[call] = self.now + seconds
+            self._passed.wait_for(lambda: self.now >= wakes, LIMIT)
+            del self._asleep[call]
+
+    def is_still(self, runner, calls) -> bool:
+        asleep = {call for call, wakes in self._asleep.copy().items() if wakes > self.now}
+        left = [call for call in calls if not (call.ended or call.lost)]
+        begun = [call for call in left if call.started is not None]
+        if not begun or not asleep.issuperset(begun):
+            return False
+        return len(begun) == len(left) or {call.thread for call in asleep if call}.issuperset(runner._workers)
+
+    def pass_time(self, seconds: float) -> None:
+        """At most `seconds`: until the next call wakes up."""
+        with self._passed:
+            wakes = [wakes for wakes in self._asleep.copy().values() if wakes > self.now]
+            seconds = min([seconds] + [wake - self.now for wake in wakes])
+            assert seconds < math.inf, "everything hangs, without a time limit"
+            # A little longer, as any wait: else rounding might leave a limit just ahead for ever
+            self.now += seconds + 1e-6
+            self._passed.notify_all()
+
+
+class _Over:
+    """Stands in for the event that ends a round, under a [`Clock`]."""
+
+    def __init__(self, clock, event, runner, calls):
+        self._clock, self._event = clock, event
+        self._is_still = lambda: clock.is_still(runner, calls)
+        self.set = event.set
+
+    def wait(self, seconds=None):
+        until(lambda: self._event.is_set() or self._is_still())
+        if not self._event.is_set():
+            self._clock.pass_time(math.inf if seconds is None else seconds)
+        return self._event.is_set()
 
 
 class CounterEnvironment:

@@ -9,12 +9,12 @@ several are done one after the other. Each writes what the test looks at into th
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import json
 import os
 import pickle
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from trace_trl import checkpoints, selftest  # noqa: E402
 from trace_trl import trainer as trainer_module  # noqa: E402
-
-
-LIMIT = 60  # seconds of one schedule
+from waiting import until  # noqa: E402
 
 
 class RecordingTrainer(selftest.ObservedTrainer):
@@ -91,13 +90,10 @@ def write(out: Path, name: str, trainer: RecordingTrainer, **more: Any) -> None:
 
 
 def schedule(out: Path, name: str, **options: Any) -> None:
-    """Trains on random schedules, for a minute at most."""
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    started = time.monotonic()
+    """Trains on random schedules."""
     trainer = make_trainer(out, name, None, **options)
     trainer.train()
-    write(out, name, trainer, seconds=time.monotonic() - started)
-    faulthandler.cancel_dump_traceback_later()
+    write(out, name, trainer)
 
 
 def train(
@@ -106,6 +102,7 @@ def train(
     folder: str | None = None,
     resume: str | None = None,
     save_to: str | None = None,
+    halt: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """
@@ -113,8 +110,11 @@ def train(
         folder: output folder, where it is not that of `name`.
         resume: checkpoint in it to go on from; `"last"` for the last one if there is any.
         save_to: folder to save the model in.
+        halt: where a process is to stand still in its second save: arguments of [`Halt`].
     """
     trainer = make_trainer(out, folder or name, None, **options)
+    if halt is not None and halt.pop("process") == trainer.args.process_index:
+        Halt(trainer, out, **halt)
     output_dir = trainer.args.output_dir
     if resume == "last":
         resume = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
@@ -124,6 +124,50 @@ def train(
     if save_to is not None:
         trainer.save_model(str(out / save_to))
     write(out, name, trainer)
+
+
+class Halt:
+    """Lets a process stand still in its second save, before one of the changes to files that a save consists of.
+
+    Args:
+        out: folder in which `file` appears when the process stands; it holds the change that is not made any more.
+        share: how many changes are made before, as a share of those of the first save. Where the second has fewer,
+            the process stands still at its end.
+    """
+
+    CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+    def __init__(self, trainer: Any, out: Path, file: str, share: float):
+        self.file, self.share = out / file, share
+        self.save = trainer._save_checkpoint
+        trainer._save_checkpoint = self.saving
+        self.counts: list[int] = []  # changes of every save
+        self.is_saving = False
+        sys.addaudithook(self.hear)
+
+    def saving(self, *args: Any) -> None:
+        self.counts.append(0)
+        self.is_saving = True
+        self.save(*args)
+        self.is_saving = False
+        if len(self.counts) == 2:
+            self.stand("end")
+
+    def hear(self, event: str, args: tuple) -> None:
+        if not self.is_saving or threading.current_thread() is not threading.main_thread():
+            return
+        if event in self.CHANGES or (event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)):
+            if len(self.counts) == 2 and self.counts[1] >= self.share * self.counts[0]:
+                self.is_saving = False
+                self.stand(f"{event} {args[0]}")
+            self.counts[-1] += 1
+
+    def stand(self, change: str) -> None:
+        part = self.file.with_suffix(".part")
+        part.write_text(f"{change}: {self.counts}")
+        part.rename(self.file)
+        time.sleep(600)  # until it is killed; a test's own end kills it as well
+        os._exit(1)
 
 
 def allocate(out: Path, name: str, **options: Any) -> None:
@@ -257,7 +301,6 @@ def failing(out: Path, name: str) -> None:
     def broken(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if trainer.state.global_step and process == 1:
-                (out / "raised").write_text(str(time.time()))
                 raise Broken(f"broken by {name}")
             return function(*args, **kwargs)
 
@@ -270,7 +313,8 @@ def failing(out: Path, name: str) -> None:
         "prefixes": (trainer._engine, "predict"),
     }[name]
     setattr(owner, method, broken(getattr(owner, method)))
-    train_to_the_error(out, trainer)
+    # Within a call of all processes, the other can't be told
+    train_to_the_error(out, trainer, both=name in ("reset", "reward"))
 
 
 def mixed_prompts(out: Path, name: str) -> None:
@@ -282,17 +326,22 @@ def mixed_prompts(out: Path, name: str) -> None:
 
     if trainer.args.process_index == 1:
         trainer.data_collator = collate
-    train_to_the_error(out, trainer)
+    train_to_the_error(out, trainer, both=True)
 
 
-def train_to_the_error(out: Path, trainer: Any) -> None:
+def train_to_the_error(out: Path, trainer: Any, both: bool) -> None:
+    """Trains until it fails, and writes the error down; where `both` processes have one, waits for that of the other,
+    since the launcher ends both when the first has ended."""
     try:
         trainer.train()
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        path = out / f"error.{trainer.args.process_index}.json"
-        path.write_text(json.dumps({"error": text, "time": time.time()}))
-        time.sleep(1)  # the launcher ends both when the first has ended
+        process = trainer.args.process_index
+        result = {"error": f"{type(error).__name__}: {error}", "ddp_timeout": trainer.args.ddp_timeout}
+        part = out / f"error.{process}.part"
+        part.write_text(json.dumps(result))
+        part.rename(out / f"error.{process}.json")
+        if both:
+            until((out / f"error.{1 - process}.json").exists)
         raise
 
 

@@ -17,12 +17,16 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from trl.generation.vllm_client import VLLMClient
 
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=240)
 
 
-def join(port: int, rank: int) -> ProcessGroupGloo:
-    """A group of two: the trainer's main process (0), the server's worker (1)."""
-    store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=LIMIT)
+def store_at(port: int, is_master: bool) -> TCPStore:
+    """Where a group of two meets: the trainer's main process (0), the server's worker (1). The first binds the port,
+    one that the system chooses if it is 0."""
+    return TCPStore("127.0.0.1", port, 2, is_master, timeout=LIMIT, wait_for_workers=False)
+
+
+def join(store: TCPStore, rank: int) -> ProcessGroupGloo:
     return ProcessGroupGloo(PrefixStore("weights", store), rank, 2, LIMIT)
 
 
@@ -36,7 +40,7 @@ class Extension:
     """Methods of a vLLM worker, called by `/collective_rpc`."""
 
     def join_trainer(self, port: int) -> None:
-        self.trainer_group = join(port, 1)
+        self.trainer_group = join(store_at(port, is_master=False), 1)
 
     def receive_weights(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
         model = self.model_runner.model  # type: ignore[attr-defined]
@@ -51,14 +55,15 @@ class Client(VLLMClient):
 
     def _call(self, method: str, **arguments: Any) -> None:
         response = self.session.post(
-            f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": arguments, "timeout": 60}
+            f"{self.base_url}/collective_rpc", json={"method": method, "kwargs": arguments, "timeout": 240}
         )
         assert response.status_code == 200, response.text
 
     def init_communicator(self, device: Any = None) -> None:
+        store = store_at(0, is_master=True)
         with ThreadPoolExecutor(1) as executor:
-            joined = executor.submit(self._call, "join_trainer", port=self.group_port)
-            self.communicator = join(self.group_port, 0)
+            joined = executor.submit(self._call, "join_trainer", port=store.port)
+            self.communicator = join(store, 0)
             joined.result()
 
     def update_named_params(self, metadata: list, named_params: Any) -> None:

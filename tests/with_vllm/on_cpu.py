@@ -5,6 +5,8 @@ vLLM's CPU build packs a linear layer's weights into a form that can't be loaded
 reach it: here they stay as they are. Models run eagerly and in float32, so that log-probs can be compared with the
 trainer's. Processes that hold one engine between them talk through shared memory whose name is the same for every run
 on a machine, so that what a killed run left behind is in the next one's way: here each launch has a name of its own.
+A process that was started alone meets with itself at a port that TRL finds free, and that is used later: here the port
+is bound at once.
 """
 
 import functools
@@ -25,6 +27,7 @@ os.environ.update(
 )
 
 import torch  # noqa: E402
+from torch.distributed import TCPStore  # noqa: E402
 from trl.generation import vllm_generation  # noqa: E402
 from vllm.distributed.device_communicators import cpu_communicator  # noqa: E402
 from vllm.model_executor.layers import utils as layers  # noqa: E402
@@ -43,7 +46,19 @@ def _named_by_launch(communicator: cpu_communicator.CpuCommunicator) -> str:
     return f"{os.getppid()}-{os.environ['MASTER_PORT']}-{communicator.unique_name}-[{ranks}]"
 
 
+_store: TCPStore | None = None
+
+
+def _bind_master_port() -> None:
+    global _store
+    if "MASTER_PORT" not in os.environ:
+        # A process group of this process that names the port shares this store
+        _store = _store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_store.port))
+
+
 layers.dispatch_cpu_unquantized_gemm = _keep_weights
 cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(_named_by_launch)
 # TRL offers no option for any of these
+vllm_generation.ensure_master_addr_port = _bind_master_port
 vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ENGINE)

@@ -16,13 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
-from launching import ROOT, command_of, family, free_port, kill, results, run  # noqa: E402
+from launching import LIMIT, ROOT, command_of, family, kill, results, run  # noqa: E402
 
 
 HERE = Path(__file__).parent
 WORKER = HERE / "vllm_worker.py"
-START = 180  # seconds a server may take to start
-END = 20  # and to end
+START = 240  # seconds a server may take to start
+END = 60  # and to end
 
 
 def forget_processes() -> None:
@@ -31,7 +31,7 @@ def forget_processes() -> None:
         os.environ.pop(name, None)
 
 
-def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = 400) -> str:
+def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = LIMIT) -> str:
     """Runs the worker on some jobs in one process or in two, to its end, and returns what it printed.
 
     Raises:
@@ -44,20 +44,19 @@ def launch(launcher: str, out: Path, *jobs: dict[str, Any], timeout: float = 400
 @contextlib.contextmanager
 def server(log: Path, *options: str) -> Iterator[str]:
     """A vLLM server of the chain world's policy, and its address."""
-    port = free_port()
+    port = log.with_suffix(".port")
     command = [sys.executable, str(HERE / "serve.py"), "--model", str(ROOT / "benchmarks/worlds/warm_start/chain")]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "64", "--max-logprobs", "-1"]
+    command += ["--host", "127.0.0.1", "--port", "0", "--max-num-seqs", "64", "--max-logprobs", "-1"]
     command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32"]
     command += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "gloo_weights.Extension", *options]
     forget_processes()
     path = os.pathsep.join([str(ROOT), str(HERE)])
-    env = {**os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    told = {"PYTHONPATH": path, "PORT_FILE": str(port)}
+    env = {**os.environ, **told, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, text=True)
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(url, process, log)
-        yield url
+        yield wait_for(port, process, log)
     finally:
         stop(process)
 
@@ -71,13 +70,16 @@ def stop(process: subprocess.Popen) -> None:
     kill(process, everyone)
 
 
-def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
+def wait_for(port: Path, process: subprocess.Popen, log: Path) -> str:
+    """The address of a server, once it answers."""
     ends = time.monotonic() + START
     while time.monotonic() < ends and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
+        if port.exists():
+            url = f"http://127.0.0.1:{port.read_text()}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=60):
+                return url
         time.sleep(0.5)
     raise AssertionError(f"the server did not start\n{log.read_text()[-6000:]}")
 
 
-__all__ = ["forget_processes", "free_port", "launch", "results", "server"]
+__all__ = ["LIMIT", "forget_processes", "launch", "results", "server"]

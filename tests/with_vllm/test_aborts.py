@@ -1,13 +1,14 @@
 """What ends a round in its middle leaves nothing in the engine, and the next generation is as any other."""
 
-import os
 import signal
+import sys
 import threading
-import time
 
 import pytest
 
+from trace_trl.environments.runner import ConcurrentRunner, Stream
 from trace_trl.generation import Request
+from waiting import LIMIT, until
 
 
 pytestmark = pytest.mark.vllm
@@ -20,9 +21,7 @@ class Watched:
 
     def __init__(self, worker, folder, mode):
         self.step = None
-        self.trainer = worker.make_trainer(
-            folder, mode, vllm_rollout_mode=mode, env_timeout=0.5, env_step=self.env_step
-        )
+        self.trainer = worker.make_trainer(folder, mode, vllm_rollout_mode=mode, env_step=self.env_step)
         self.world_step = worker.WORLDS["chain"]().step
         self.rows = [dict(row) for row in self.trainer.train_dataset.select(range(12))]
         self.engine = self.trainer.vllm_generation.llm.llm_engine
@@ -58,7 +57,7 @@ def watched(request, worker, tmp_path_factory):
     return Watched(worker, tmp_path_factory.mktemp("aborts"), request.param)
 
 
-def test_an_environment_that_times_out_costs_its_own_branch_an_error(watched):
+def test_an_environment_that_times_out_costs_its_own_branch_an_error(watched, monkeypatch):
     started, hanging, lock = [], threading.Event(), threading.Lock()
 
     def step():
@@ -66,13 +65,17 @@ def test_an_environment_that_times_out_costs_its_own_branch_an_error(watched):
             started.append(None)
             hangs = len(started) == 3
         if hangs:
-            hanging.wait(20)
+            hanging.wait(LIMIT)
 
     watched.step = step
-    trees = watched.play()
-    hanging.set()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(watched.trainer._engine, "timeout", 3.0)
+            trees = watched.play()
+    finally:
+        hanging.set()
     messages = [m["content"] for tree in trees for turn in tree.turns() for m in turn.messages]
-    assert sum("no answer within 0.5 seconds" in message for message in messages) == 1
+    assert sum("no answer within 3 seconds" in message for message in messages) == 1
     watched.check_that_nothing_is_left()
 
 
@@ -107,52 +110,59 @@ def test_a_request_that_vllm_refuses(watched):
     watched.check_that_nothing_is_left()
 
 
+def waits_for_environments():
+    """Whether the main thread is where a round waits for the answers of environments."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None:
+        if frame.f_code in (ConcurrentRunner._wait.__code__, Stream.collect.__code__):
+            return True
+        frame = frame.f_back
+    return False
+
+
 @pytest.mark.parametrize("place", ["environments", "engine", "model"])
 def test_ctrl_c_in_the_middle_of_a_round(watched, place, monkeypatch):
     """The signal comes while environments are waited for, between two steps of the engine, or within one."""
-    seen = []
+    seen, ended, lock, calls = [], threading.Event(), threading.Lock(), []
 
     def interrupt():
         seen.append(watched.engine.get_num_unfinished_requests())
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def step():
+        with lock:
+            calls.append(None)
+            number = len(calls)
+        if number == 6:
+            # The round goes on until only environments can end it, and does not end before the signal has come
+            until(lambda: not watched.engine.get_num_unfinished_requests() and waits_for_environments())
+            interrupt()
+        if number >= 6:
+            ended.wait(LIMIT)
+
+    def interrupted(function):
+        def call(*args, **kwargs):
+            calls.append(None)
+            if len(calls) == 4:
+                interrupt()
+            return function(*args, **kwargs)
+
+        return call
 
     with monkeypatch.context() as patch:
         if place == "environments":
-            lock, calls = threading.Lock(), []
-
-            def step():
-                with lock:
-                    calls.append(None)
-                    last = len(calls) == 6
-                if last:
-                    interrupt()
-                time.sleep(0.05)
-
             watched.step = step
         elif place == "engine":
-            step, steps = watched.trainer._backend.step, []
-
-            def stepping():
-                steps.append(None)
-                if len(steps) == 4:
-                    interrupt()
-                return step()
-
-            patch.setattr(watched.trainer._backend, "step", stepping)
+            backend = watched.trainer._backend
+            patch.setattr(backend, "step", interrupted(backend.step))
         else:
             model = watched.engine.engine_core.engine_core.model_executor.driver_worker.model_runner.model
-            forward, passes = model.forward, []
-
-            def passing(*args, **kwargs):
-                passes.append(None)
-                if len(passes) == 4:
-                    interrupt()
-                return forward(*args, **kwargs)
-
-            patch.setattr(model, "forward", passing)
-        with pytest.raises(KeyboardInterrupt):
-            watched.play()
+            patch.setattr(model, "forward", interrupted(model.forward))
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                watched.play()
+        finally:
+            ended.set()
     assert len(seen) == 1
-    if place != "environments":
-        assert seen[0] > 0
+    assert (seen[0] == 0) == (place == "environments")
     watched.check_that_nothing_is_left()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from running import free_port, launch, results, server
+from running import launch, results, server
 
 
 pytestmark = pytest.mark.vllm
@@ -63,7 +63,7 @@ def test_two_processes(launcher, group, mode, tmp_path):
 def test_server(processes, tmp_path):
     """Weights go to the server by a test's own way (gloo_weights.py): vLLM's needs NCCL."""
     with server(tmp_path / "server.log") as url:
-        options = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free_port()}
+        options = {"vllm_mode": "server", "vllm_server_base_url": url}
         launch({1: "one", 2: "ddp"}[processes], tmp_path, {"task": "train", "name": "run", **options})
     found = results(tmp_path, "run")
     assert len(found) == processes

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import forget_processes
+from running import LIMIT, forget_processes
 
 
 pytestmark = pytest.mark.vllm
@@ -28,6 +28,6 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_rollouts.py"
 def test_benchmark(what, options, promised):
     forget_processes()
     command = [sys.executable, str(SCRIPT), what, "--leaves", "12", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode == 0, result.stderr[-6000:]
     assert promised in result.stdout
