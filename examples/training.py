@@ -129,6 +129,9 @@ def load_model(
         quantization_config=get_quantization_config(model_args),
         **kwargs,
     )
+    if path != name:
+        # For the model card: the folder tells nobody which model it is
+        model.config.base_model_name_or_path = name
     if adapter is None or adapter == "none":
         return model, tokenizer
     if model_args.use_peft:

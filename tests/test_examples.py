@@ -6,13 +6,15 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from trl import TrlParser
+from trl import ModelConfig, TrlParser
 
 from tests.toys import make_model, make_tokenizer, make_trainer, speak
 from trace_trl import TRACEConfig
+from trace_trl.model_card import base_model_id
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -325,3 +327,15 @@ def test_no_problem_of_the_evaluation_is_trained_or_shown(word_problems):
         {row["problem"] for row in word_problems.make_problems(count, seed)} for seed, count in seeds.items()
     )
     assert not test & (train | shown)
+
+
+def test_case_61_a_model_that_is_unpacked_keeps_its_id(on_path, monkeypatch, model):
+    """Where the default model comes from a folder, the model card is told its id on the Hub."""
+    import training
+
+    monkeypatch.setattr(training, "resolve_model", lambda name: model)
+    script_args = SimpleNamespace(warm_start="none")
+    loaded, _ = training.load_model(
+        None, script_args, SimpleNamespace(trust_remote_code=False), ModelConfig(model_name_or_path="org/small")
+    )
+    assert base_model_id(loaded) == "org/small"

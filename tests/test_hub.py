@@ -154,6 +154,7 @@ def test_card_of_a_pushed_repo(hub_run, repo):
         assert body.index("## Training procedure") < body.index(HEADING) < body.index("### Framework versions")
         assert "4 bare rollouts from a pool of 6 prompts" in body and "4 x (1 + 2) = 12 leaves" in body
         assert f'SuccessPredictor.from_pretrained("{repo}")' in body
+        assert f'AutoModelForCausalLM.from_pretrained("{repo}")' in body and "pipeline(" not in body
         assert re.search(r"^\| 1 \| \d\.\d{3} \| ", body, re.MULTILINE)
         assert "| Brier score | ECE, 10 bins | AUROC |" in body
     assert data.get("base_model") == (None if repo == "tester/end" else "tester/base")

@@ -22,13 +22,15 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import base_trainer
 
 from toys import QUESTIONS, chat_dataset, length_reward, make_config, make_model, make_tokenizer, speak, string_dataset
 from trace_trl import StepResult, SuccessPredictor, TRACEConfig, TRACETrainer
 from trace_trl.engine import Stats
+from trace_trl.model_card import base_model_id
 from trace_trl.progress import RolloutProgress, step_line
 from trace_trl.tree_log import tree_from_dict
 
@@ -126,6 +128,121 @@ def test_case_37_model_card_offline_from_a_local_path(tmp_path, monkeypatch, wit
     assert "TRACE: Tree Rollout Allocation for Contrastive Exploration" in body
     assert "2606.11119" in body and "@article{trace2026" in body
     assert str(tmp_path) not in body  # a path is no model of the Hub
+
+
+def card_of(folder) -> tuple[dict, str]:
+    """Metadata and text of a folder's model card."""
+    card = ModelCard.load(folder / "README.md")
+    return card.data.to_dict(), card.text
+
+
+def saved_run(model, **kwargs):
+    """A run that began with the model of a folder, saved at a checkpoint and at its end in `run`."""
+    options = dict(save_strategy="steps", save_steps=1, max_steps=1, gradient_accumulation_steps=3)
+    run = TRACETrainer(
+        model=model,
+        reward_funcs=length_reward,
+        args=make_config("run", **options),
+        train_dataset=string_dataset(),
+        processing_class=make_tokenizer(),
+        **kwargs,
+    )
+    run.train()
+    run.save_model("run")
+    return run
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """A model in a folder that might be an id on the Hub, by its relative path."""
+    monkeypatch.chdir(tmp_path)
+    make_model().save_pretrained("models/base")
+    make_tokenizer().save_pretrained("models/base")
+    return "models/base"
+
+
+@pytest.mark.parametrize("with_peft", [False, True])
+def test_case_61_a_local_path_is_no_base_model(base, with_peft):
+    """A model from a folder, of unknown Hub id: no link, no metadata, no "None", also after PEFT wrote its part."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM") if with_peft else None
+    saved_run(base, peft_config=lora)
+    data, text = card_of(Path("run"))
+    assert "This model was fine-tuned." in text and "None" not in text and base not in text
+    folders = ["run", "run/checkpoint-1"] if with_peft else ["run"]
+    for data in (card_of(Path(folder))[0] for folder in folders):
+        assert "base_model" not in data and not any("base_model" in tag for tag in data["tags"])
+
+
+@pytest.mark.parametrize("known_by", ["configuration", "adapter"])
+def test_case_61_the_hub_id_of_a_model_from_a_local_path(base, known_by):
+    """Its configuration, or the adapter on it, tells which model of the Hub it is."""
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    if known_by == "configuration":
+        model.config.base_model_name_or_path = "org/base"
+        saved_run(model)
+    else:
+        model = peft.get_peft_model(model, lora)
+        model.peft_config["default"].base_model_name_or_path = "org/base"
+        saved_run(model)
+    data, text = card_of(Path("run"))
+    assert "fine-tuned version of [org/base](https://huggingface.co/org/base)." in text and base not in text
+    assert data["base_model"] == "org/base"
+    if known_by == "adapter":
+        data, _ = card_of(Path("run/checkpoint-1"))
+        assert data["base_model"] == "org/base" and "base_model:adapter:org/base" in data["tags"]
+    else:
+        # A run that begins with what was saved knows it too
+        assert base_model_id(AutoModelForCausalLM.from_pretrained("run")) == "org/base"
+
+
+@pytest.mark.parametrize(
+    ("name", "model_id"),
+    [
+        ("org/name", "org/name"),
+        ("gpt2", "gpt2"),
+        ("", None),
+        (None, None),
+        ("models/base", None),
+        ("runs/models/gone", None),
+        ("/home/me/model", None),
+        ("./model", None),
+        ("/cache/hub/models--org--name-7B/snapshots/0123abcd", "org/name-7B"),
+        ("/cache/hub/models--gpt2/snapshots/0123abcd/", "gpt2"),
+    ],
+)
+def test_case_61_which_names_are_ids(base, name, model_id):
+    model = SimpleNamespace(config=SimpleNamespace(_name_or_path=name))
+    assert base_model_id(model) == model_id
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_case_61_the_quick_start_runs(base, monkeypatch, capsys, chat):
+    """The card's first snippet, run in the folder of the card: it loads what was saved and plays one episode."""
+    peft = pytest.importorskip("peft")
+    run = TRACETrainer(
+        model=base,
+        env_step=walk,
+        args=make_config("run", max_turn_length=5, max_steps=1, gradient_accumulation_steps=3),
+        train_dataset=chat_dataset() if chat else string_dataset(),
+        processing_class=make_tokenizer(),
+        peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM") if chat else None,
+    )
+    run.train()
+    run.create_model_card()
+    # An adapter is loaded with its base model, found from here
+    run.save_model("run")
+    _, text = card_of(Path("run"))
+    (snippet,) = re.findall(r"^## Quick start\n\n```python\n(.*?)```$", text, re.MULTILINE | re.DOTALL)
+    assert "max_turn_length=5" in snippet and ("'role': 'user'" in snippet or '"role": "user"' in snippet) == chat
+    capsys.readouterr()
+    snippet = snippet.replace('"."', '"run"')
+    scope = {}
+    exec(snippet, scope)
+    assert len(scope["tree"].leaves()) == 1 and len(scope["tree"].leaves()[0].path()) == 1
+    assert scope["tree"].leaves()[0].text in capsys.readouterr().out
 
 
 def test_case_37_other_processes_write_no_card(tmp_path, monkeypatch):

@@ -1,16 +1,24 @@
 """
 TRACE's part of the model card: what the rollout budget was, what it bought, and how far the value head can be trusted.
 
-TRL writes the card anew at every save, from its own template; [`insert_section`] adds the part to it. What is said is
-taken from the run's log history, so a card and the logs never differ.
+TRL writes the card anew at every save, from its own template; [`complete`] adds the part to it, names the base model
+where its id on the Hub is known, and gives a quick start that plays an episode. What is said is taken from the run's
+log history, so a card and the logs never differ.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from trl.trainer.utils import get_config_model_id
 
 
 HEADING = "### Rollout budget and success predictor (TRACE)"
@@ -18,6 +26,10 @@ FOLLOWING = "### Framework versions"  # TRL's heading, before which the section 
 
 CURVE_STEPS = 10  # rows of the curve
 SCORED_STEPS = 10  # latest logged steps that the predictor's scores are averaged over
+
+# Options that an episode is sampled with
+EPISODE = ("max_completion_length", "max_turns", "max_turn_length", "turn_stop_strings", "chat_template_kwargs")
+QUESTION = "Which is larger, the number of days in a year or of hours in a week?"
 
 SCORES = {"predictor/brier": "Brier score", "predictor/ece": "ECE, 10 bins", "predictor/auroc": "AUROC"}
 
@@ -144,6 +156,57 @@ def trace_section(
     return "\n".join(lines)
 
 
+def quick_start(repo: str | None, conversational: bool, settings: Mapping[str, Any]) -> str:
+    """Code that loads the model and plays one episode.
+
+    Args:
+        repo (`str`, *optional*): Hub id of the model; else it is loaded from the folder that the code is run in.
+        conversational (`bool`): whether prompts are messages.
+        settings (`Mapping`): options that episodes were sampled with.
+    """
+    prompt = f'[{{"role": "user", "content": "{QUESTION}"}}]' if conversational else f'"{QUESTION}"'
+    model = repo or "."
+    return "\n".join(
+        [
+            "```python",
+            "import torch",
+            "from datasets import Dataset",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "from trace_trl import StepResult, TRACEConfig, TRACETrainer",
+            "",
+            "def env_step(state, action, messages):",
+            "    # The environment: this one ends the episode after the first turn",
+            "    return StepResult(done=True, reward=0.0)",
+            "",
+            f'rows = [{{"prompt": {prompt}}}]',
+            "trainer = TRACETrainer(",
+            f'    model=AutoModelForCausalLM.from_pretrained("{model}"),',
+            f'    processing_class=AutoTokenizer.from_pretrained("{model}"),',
+            "    args=TRACEConfig(",
+            '        output_dir="quick_start",',
+            "        use_cpu=not torch.cuda.is_available(),",
+            "        bf16=torch.cuda.is_available(),",
+            '        report_to="none",',
+            *(f"        {name}={value!r}," for name, value in settings.items()),
+            "    ),",
+            "    train_dataset=Dataset.from_list(rows),",
+            "    env_step=env_step,",
+            ")",
+            "(tree,) = trainer.rollout(rows)",
+            "for turn in tree.leaves()[0].path():",
+            "    print(turn.text)",
+            "```",
+        ]
+    )
+
+
+def insert_quick_start(card: str, code: str) -> str:
+    """A card with this code as its quick start, where TRL has one."""
+    before, heading, rest = card.partition("## Quick start\n")
+    _, following, rest = rest.partition("## Training procedure\n")
+    return f"{before}{heading}\n{code}\n\n{following}{rest}" if following else card
+
+
 def insert_section(card: str, section: str) -> str:
     """A card with the section before TRL's framework versions, or at its end; one that it held already is replaced."""
     before, found, rest = card.partition(HEADING + "\n")
@@ -154,12 +217,62 @@ def insert_section(card: str, section: str) -> str:
     return f"{before.rstrip()}\n\n{section.rstrip()}\n" + (f"\n{following}{rest}" if following else "")
 
 
-def add_section(path: str | Path, trainer: Any) -> None:
-    """Adds the section of a trainer to the card at `path`.
+def base_model_id(model: Any) -> str | None:
+    """The id on the Hub of what a model was loaded from, as far as its configuration or its adapter tells it.
+
+    A model that was loaded from a folder may say it in its configuration, as `base_model_name_or_path`.
+    """
+    places = [model.config, *getattr(model, "peft_config", {}).values()]
+    names = [getattr(place, name, None) for place in places for name in ("_name_or_path", "base_model_name_or_path")]
+    return next((model_id for model_id in map(_hub_id, names) if model_id is not None), None)
+
+
+def _hub_id(name: str | None) -> str | None:
+    if not name:
+        return None
+    cached = re.search(r"\bmodels--([^/\\]+)[/\\]snapshots[/\\]", name)
+    if cached is not None:
+        return cached[1].replace("--", "/")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return None if os.path.exists(name) else name
+
+
+def _name_base_model(card: ModelCard, model: Any) -> None:
+    """Corrects what TRL and PEFT say of the base model: they take a path for an id, or `None` for a name."""
+    base, written = base_model_id(model), card.data.base_model
+    if written not in (None, get_config_model_id(model.config)):
+        return
+    card.data.base_model = base
+    theirs, ours = f"base_model:adapter:{written}", f"base_model:adapter:{base}"
+    tags = [ours if tag == theirs else tag for tag in card.data.tags or []]
+    card.data.tags = [tag for tag in tags if base is not None or tag != ours]
+    card.text = card.text.replace(
+        f"is a fine-tuned version of {_link(written)}",
+        "was fine-tuned" if base is None else f"is a fine-tuned version of {_link(base)}",
+    )
+
+
+def _link(model_id: str | None) -> str:
+    return f"[{model_id}](https://huggingface.co/{model_id})"
+
+
+def correct_base_model(path: str, model: Any) -> None:
+    """Takes a local path out of the card at `path`, if there is one: PEFT writes it with every adapter."""
+    if os.path.isfile(path):
+        card = ModelCard.load(path)
+        _name_base_model(card, model)
+        card.save(path)
+
+
+def complete(path: str | Path, trainer: Any) -> None:
+    """Makes the card at `path`, as TRL wrote it, one of TRACE.
 
     Args:
-        path (`str` or `Path`): the card as TRL wrote it.
-        trainer (`TRACETrainer`): gives the log history and the options.
+        path (`str` or `Path`): where it is.
+        trainer (`TRACETrainer`): gives the model, the log history and the options.
     """
     args = trainer.args
     section = trace_section(
@@ -174,5 +287,16 @@ def add_section(path: str | Path, trainer: Any) -> None:
         has_head=trainer.predictor is not None,
         repo=trainer.hub_model_id,
     )
-    path = Path(path)
-    path.write_text(insert_section(path.read_text(encoding="utf-8"), section), encoding="utf-8")
+    card = ModelCard.load(path)
+    _name_base_model(card, trainer.model)
+    settings = {name: getattr(args, name) for name in EPISODE}
+    card.text = insert_quick_start(
+        card.text,
+        quick_start(
+            trainer.hub_model_id,
+            conversational=True in trainer._engines,
+            settings={name: value for name, value in settings.items() if value is not None},
+        ),
+    )
+    card.text = insert_section(card.text, section)
+    card.save(path)

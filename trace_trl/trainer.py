@@ -766,7 +766,10 @@ quantization_config, peft_config, tools, environment_factory:
 
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
-        self._save_head(output_dir if output_dir is not None else self.args.output_dir)
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        self._save_head(output_dir)
+        if self.args.should_save:
+            model_card.correct_base_model(os.path.join(output_dir, "README.md"), self.model)
 
     def _save_head(self, output_dir: str) -> None:
         if self.predictor is not None and self.args.should_save:
@@ -808,7 +811,7 @@ quantization_config, peft_config, tools, environment_factory:
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
-            model_card.add_section(os.path.join(self.args.output_dir, "README.md"), self)
+            model_card.complete(os.path.join(self.args.output_dir, "README.md"), self)
             if self.args.log_trees and self.hub_model_id is not None:
                 hub.keep_trees_local(self.args.output_dir)
 
