@@ -232,7 +232,7 @@ def episodes(turns: int, delay: float = 0.0) -> dict[str, Callable]:
 def exactness(options: argparse.Namespace, folder: str) -> None:
     """Trains the chain world, in processes of the tests, and compares with the same trees without vLLM."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "with_vllm"))
-    from running import free_port, launch, results, server
+    from running import launch, results, server
 
     print("20 steps of the chain world in float32; largest differences\n")
     print(f"{'vLLM':<32}{'log-probs':>11}{'advantages':>12}{'losses':>10}")
@@ -252,7 +252,7 @@ def exactness(options: argparse.Namespace, folder: str) -> None:
         out.mkdir()
         with server(out / "server.log") if serves else contextlib.nullcontext() as url:
             if serves:
-                job |= {"vllm_server_base_url": url, "vllm_group_port": free_port()}
+                job |= {"vllm_server_base_url": url}
             launch(launcher, out, {"task": "train", "name": "run", **job}, timeout=1200)
         found = results(out, "run")
         logprobs = max(entry["sampling/sampling_logp_difference/max"] for r in found for entry in r["logs"])

@@ -106,7 +106,10 @@ def test_fsdp_has_its_shards_again_after_values_are_read(tmp_path):
         assert result["whole"] == [[], []]
 
 
-@pytest.mark.parametrize(("launcher", "gather"), [("zero3_cpu", True), ("zero3_cpu", False), ("fsdp2", True)])
+@pytest.mark.parametrize(
+    ("launcher", "gather"),
+    [pytest.param("zero3_cpu", True, marks=pytest.mark.slow), ("zero3_cpu", False), ("fsdp2", True)],
+)
 def test_states_that_sampling_had_are_those_of_a_pass_also_where_weights_are_sharded(launcher, gather, tmp_path):
     launch(launcher, tmp_path, {"task": "noted", "name": "run", "ds3_gather_for_generation": gather})
     for result in results(tmp_path, "run"):

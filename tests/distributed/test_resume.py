@@ -53,7 +53,7 @@ BATCHES = {
 KINDS = [(batch, lora) for batch in BATCHES for lora in (False, True)]
 
 
-@pytest.fixture(scope="module", params=["one", "zero3_cpu", "fsdp2"])
+@pytest.fixture(scope="module", params=["one", "zero3_cpu", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def played(request, tmp_path_factory):
     """Every kind of run at once, and from its checkpoint."""
     out = tmp_path_factory.mktemp(request.param)
@@ -97,12 +97,12 @@ def stopped_while_saving(out: Path, run: Path, command: list[str], halted: Path)
 @pytest.mark.parametrize(
     ("launcher", "halts"),
     [
-        ("one", [(0, 0.0), (0, 0.1), (0, 0.2)]),
-        ("one", [(0, 0.3), (0, 0.4), (0, 0.5)]),
+        pytest.param("one", [(0, 0.0), (0, 0.1), (0, 0.2)], marks=pytest.mark.slow),
+        pytest.param("one", [(0, 0.3), (0, 0.4), (0, 0.5)], marks=pytest.mark.slow),
         # In the last of these, the checkpoint is at its place, and old ones are being removed
         ("one", [(0, 0.95), (0, 0.6)]),
-        ("one", [(0, 0.7), (0, 0.8)]),
-        ("zero3_cpu", [(0, 0.5)]),
+        pytest.param("one", [(0, 0.7), (0, 0.8)], marks=pytest.mark.slow),
+        pytest.param("zero3_cpu", [(0, 0.5)], marks=pytest.mark.slow),
         ("zero3_cpu", [(1, 0.5)]),
     ],
 )

@@ -14,8 +14,12 @@ pytestmark = pytest.mark.distributed
 
 SEEDS = range(20)
 DDP_SEEDS = range(3)  # nothing is gathered for a forward pass there
-RUNS = [(mode, seed) for mode in ("gather", "no-gather") for seed in SEEDS] + [("ddp", seed) for seed in DDP_SEEDS]
 PART = 4  # as many schedules are trained by one launch, so that no test lasts minutes
+RUNS = [
+    pytest.param(mode, seed, marks=[pytest.mark.slow] if seed >= PART else [])
+    for mode in ("gather", "no-gather")
+    for seed in SEEDS
+] + [pytest.param("ddp", seed) for seed in DDP_SEEDS]
 STEPS = 2
 # Adam divides a gradient by its size: one that is nothing but rounding would move its weight as far as any other, and
 # the other way on the next kind of processor. With this, a difference of gradients is not magnified.
@@ -55,18 +59,29 @@ def test_case_28_schedules_end_well(folder, mode, seed):
     assert both[0]["head"] == both[1]["head"]
 
 
-@pytest.mark.parametrize("part", range(len(SEEDS) // PART))
-def test_schedules_differ_between_processes(folder, part):
-    out = trained_part("gather", part, folder)
-    both = [results(out, f"schedule-{seed}") for seed in SEEDS]
-    if not all(both):
-        return  # whichever of these tests is the last looks at all of them
-    turns = [
+def turns_of_both(out, seeds):
+    """Turns that each of two processes needed, per generation of some schedules."""
+    both = [results(out, f"schedule-{seed}") for seed in seeds]
+    return [
         tuple(generation["turns"] for generation in pair)
         for one, other in both
         for pair in zip(one["generations"], other["generations"], strict=True)
     ]
-    assert sum(first != second for first, second in turns) > len(turns) / 3
+
+
+def test_processes_need_different_numbers_of_turns(folder):
+    turns = turns_of_both(trained_part("gather", 0, folder), SEEDS[:PART])
+    assert len(turns) == PART * STEPS and sum(first != second for first, second in turns) > len(turns) / 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_number_of_turns_comes_about(folder):
+    turns = [
+        pair
+        for part in range(len(SEEDS) // PART)
+        for pair in turns_of_both(trained_part("gather", part, folder), SEEDS[part * PART : (part + 1) * PART])
+    ]
     assert {count for pair in turns for count in pair} == {1, 2, 3, 4, 5}
 
 

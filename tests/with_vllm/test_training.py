@@ -25,7 +25,7 @@ def check(result, steps=20):
     assert result.get("unfinished", 0) == 0
 
 
-@pytest.mark.parametrize("mode", ["continuous", "lockstep"])
+@pytest.mark.parametrize("mode", ["continuous", pytest.param("lockstep", marks=pytest.mark.slow)])
 def test_one_process(mode, tmp_path):
     launch("one", tmp_path, {"task": "train", "name": "run", "vllm_rollout_mode": mode})
     (result,) = results(tmp_path, "run")
@@ -47,7 +47,12 @@ def killed_run():
 @pytest.mark.usefixtures("killed_run")
 @pytest.mark.parametrize(
     ("launcher", "group", "mode"),
-    [("ddp", 1, "continuous"), ("ddp", 2, "continuous"), ("ddp", 2, "lockstep"), ("fsdp2", 1, "lockstep")],
+    [
+        pytest.param("ddp", 1, "continuous", marks=pytest.mark.slow),
+        ("ddp", 2, "continuous"),
+        pytest.param("ddp", 2, "lockstep", marks=pytest.mark.slow),
+        pytest.param("fsdp2", 1, "lockstep", marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes(launcher, group, mode, tmp_path):
     """With a group of 2, both hold one engine between them (tensor parallelism)."""
@@ -59,7 +64,7 @@ def test_two_processes(launcher, group, mode, tmp_path):
         check(result)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_server(processes, tmp_path):
     """Weights go to the server by a test's own way (gloo_weights.py): vLLM's needs NCCL."""
     with server(tmp_path / "server.log") as url:

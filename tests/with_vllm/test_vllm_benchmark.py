@@ -8,7 +8,7 @@ import pytest
 from running import LIMIT, forget_processes
 
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_rollouts.py"
 
