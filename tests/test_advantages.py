@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
@@ -145,6 +145,7 @@ def brute_force(tree, turn, estimator, scale, batch_std):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(spec=SPECS, remote=st.lists(st.lists(REWARDS, min_size=1, max_size=3), max_size=2))
+@example(spec=[1.0, [0.0, 9.479022813008765e-169]], remote=[])  # rewards that differ, and whose variance is 0
 @settings(deadline=None, database=None, max_examples=40)
 def test_estimators_against_brute_force(estimator, scale, spec, remote):
     tree = grow(spec)

@@ -34,7 +34,8 @@ TURN_WEIGHTINGS = ("once", "per_leaf", "on_policy")
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Count, mean and sum of squared deviations of some rewards.
+    """Count, mean and sum of squared deviations of some rewards, and whether they differ. Where they do by less than
+    about 1e-160, the squares are 0 all the same.
 
     Two of them are merged by Chan's formula, not over sums of squares: equal rewards then have a standard deviation of
     exactly 0, whatever their size.
@@ -43,6 +44,7 @@ class RewardStats:
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
+    differ: bool = False
 
     @classmethod
     def of(cls, rewards: Iterable[float]) -> RewardStats:
@@ -64,6 +66,7 @@ class RewardStats:
             count,
             self.mean + delta * other.count / count,
             self.squares + other.squares + delta * delta * self.count * other.count / count,
+            self.differ or other.differ or self.mean != other.mean,
         )
 
     @property
@@ -163,7 +166,7 @@ def sibling_fallback(tree: RolloutTree, scale: Scale) -> dict[Turn, float]:
     value of their nearest ancestor turn that has siblings with another reward, not 0.
     """
     stats = reward_statistics(tree)
-    contrasts = {node for node in _branchings(tree, stats) if stats[node].squares > 0}
+    contrasts = {node for node in _branchings(tree, stats) if stats[node].differ}
     return _against_siblings(tree, scale, stats, contrasts)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from trl.trainer.utils import get_config_model_id
+
+from .seams import get_config_model_id
 
 
 HEADING = "### Rollout budget and success predictor (TRACE)"

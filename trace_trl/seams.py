@@ -171,6 +171,7 @@ ATTRIBUTES = (
     "mask_truncated_completions",
     "multi_objective_aggregation",
     "num_generations",
+    "num_generations_eval",
     "num_iterations",
     "pad_to_multiple_of",
     "reward_func_names",
