@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from .runner import EnvironmentTimeout, GetLoop, is_interrupt, settle
 
 
 logger = logging.getLogger(__name__)
+_warning = threading.Lock()
 
 
 class ForkError(RuntimeError):
@@ -190,8 +192,11 @@ class Environment:
 
     def warn_once(self, kind: str, message: str, error: BaseException | None = None) -> None:
         """Logs the first warning of a kind, with the traceback of `error`."""
-        if kind not in self._warned:
+        # Asked by many threads at once
+        with _warning:
+            is_first = kind not in self._warned
             self._warned |= {kind}
+        if is_first:
             logger.warning(message, exc_info=error)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from .retrieval import Page, ParagraphIndex, RetrievalError, Retriever, fold
 __all__ = ["ParagraphIndex", "SearchEnvironment", "SearchState", "SearchTools", "parse_action", "search_env"]
 
 logger = logging.getLogger(__name__)
+_warning = threading.Lock()
 
 
 SYNTAX = "Action: search[query], Action: lookup[term] or Action: finish[answer]"
@@ -221,8 +223,10 @@ class SearchEnvironment:
             raise RetrievalError(f"{type(error).__name__}: {describe(error)}") from error
 
     def _warn(self, problem: str, error: RetrievalError) -> None:
-        if not self._warned:
-            self._warned = True
+        # Searches of many threads may fail at once
+        with _warning:
+            is_first, self._warned = not self._warned, True
+        if is_first:
             url = getattr(self.retriever, "url", None)
             at = type(self.retriever).__name__ + (f" at {url}" if url else "")
             logger.warning(
