@@ -17,7 +17,10 @@ REPOS = ("tester/full", "tester/adapter", "tester/end")
 def config(output_dir, **kwargs):
     from toys import make_config
 
-    options = dict(gradient_accumulation_steps=3, push_to_hub=True, save_strategy="steps", save_steps=1)
+    # The reward of random text is now above this and now below
+    options = dict(
+        success_threshold=0.8, gradient_accumulation_steps=3, push_to_hub=True, save_strategy="steps", save_steps=1
+    )
     return make_config(output_dir, **(options | kwargs))
 
 

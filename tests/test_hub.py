@@ -172,8 +172,8 @@ def test_card_of_a_later_push_knows_later_steps(hub_run):
     state = json.loads(hub_run.server.files("tester/full")["last-checkpoint/trainer_state.json"])
     logged = [entry for entry in state["log_history"] if "effective_ratio" in entry]
     assert [f"{entry['effective_ratio']:.3f}" for entry in logged] == [ratio for _, ratio in curve]
-    brier = sum(entry["predictor/brier"] for entry in logged) / 2
-    assert f"\n| {brier:.3f} | " in card
+    scored = [entry["predictor/brier"] for entry in logged if "predictor/auroc" in entry]
+    assert f"\n| {sum(scored) / len(scored):.3f} | " in card
 
 
 # The section, by hand
@@ -190,7 +190,14 @@ def entry(step: int, **kwargs) -> dict:
 
 def test_section_of_two_steps_by_hand():
     history = [
-        entry(10, effective_ratio=0.25, mixed_anchor_ratio=0.5, predictor__brier=0.2, predictor__ece=0.1),
+        entry(
+            10,
+            effective_ratio=0.25,
+            mixed_anchor_ratio=0.5,
+            predictor__brier=0.2,
+            predictor__ece=0.1,
+            predictor__auroc=0.6,
+        ),
         {"step": 10, "eval_reward": 1.0},
         entry(20, effective_ratio=0.75, predictor__brier=0.1, predictor__ece=0.2, predictor__auroc=0.8),
         {"step": 20, "train_runtime": 3.0},
@@ -215,7 +222,7 @@ def test_section_of_two_steps_by_hand():
             "",
             "| Brier score | ECE, 10 bins | AUROC |",
             "| --- | --- | --- |",
-            "| 0.150 | 0.150 | 0.800 |",
+            "| 0.150 | 0.150 | 0.700 |",
             "",
             "The value head gives the chance of success at the last token of a conversation, before the next turn:",
             "",
@@ -243,11 +250,15 @@ def curve_steps(text: str) -> list[int]:
     ],
 )
 def test_curve_has_at_most_ten_even_steps(steps, shown):
-    history = [entry(step, effective_ratio=step / 100, predictor__brier=step / 100) for step in range(1, steps + 1)]
+    history = [
+        entry(step, effective_ratio=step / 100, predictor__brier=step / 100, predictor__auroc=step / 100)
+        for step in range(1, steps + 1)
+    ]
     text = section(history)
     assert curve_steps(text) == shown
     scored = range(max(1, steps - 9), steps + 1)  # the last ten
-    assert f"\n| {sum(scored) / len(scored) / 100:.3f} | - | - |\n" in text
+    mean = f"{sum(scored) / len(scored) / 100:.3f}"
+    assert f"\n| {mean} | - | {mean} |\n" in text
     over = f"steps, {scored[0]} to {scored[-1]} (" if steps > 1 else "step 1 ("
     assert over in text
 
@@ -264,6 +275,14 @@ def test_section_passes_over_what_was_not_measured():
     bare = section([entry(1, loss=1.0)], has_head=False, continuations=0, leaves=16)
     assert "16 x (1 + 0) = 16 leaves" in bare
     assert "|" not in bare and "SuccessPredictor" not in bare
+
+
+def test_case_50_calibration_on_one_kind_of_outcome_is_not_told():
+    """Without both outcomes there is no AUROC, and a head that knows the one outcome has a Brier score near 0."""
+    alike = [entry(step, effective_ratio=0.0, predictor__brier=0.0001, predictor__ece=0.001) for step in range(1, 9)]
+    assert "Brier" not in section(alike)
+    mixed = entry(9, effective_ratio=0.5, predictor__brier=0.2, predictor__ece=0.1, predictor__auroc=0.7)
+    assert "mean over step 9 (" in section([*alike, mixed]) and "| 0.200 | 0.100 | 0.700 |" in section([*alike, mixed])
 
 
 def test_a_step_trained_twice_is_told_once():
